@@ -1,0 +1,56 @@
+"""Read a shared KV prefix once: cascade plans from block tables, and their execution.
+
+`CascadePlanner` turns a batch's block tables into a `CascadePlan` on the CPU, without torch;
+`CascadeRuntime` executes plans.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from flashinfer_cascade.batch import CsrTables
+from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
+from flashinfer_cascade.cost import DeviceProfile
+from flashinfer_cascade.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    CascadeError,
+    InvalidBatchError,
+    UnsupportedError,
+)
+from flashinfer_cascade.plan import CascadePlan, PlanCapacity
+from flashinfer_cascade.planner import CascadePlanner
+
+if TYPE_CHECKING:
+    from flashinfer_cascade.runtime import CascadeRuntime
+
+__all__ = [
+    "BackendUnavailableError",
+    "CapacityError",
+    "CascadeConfig",
+    "CascadeError",
+    "CascadePlan",
+    "CascadePlanner",
+    "CascadeRuntime",
+    "CsrTables",
+    "DeviceProfile",
+    "InvalidBatchError",
+    "PlanCapacity",
+    "PlannerPolicy",
+    "UnsupportedError",
+]
+
+try:
+    __version__ = version("flashinfer-cascade")
+except PackageNotFoundError:  # a source tree on PYTHONPATH
+    __version__ = "0+source"
+
+
+def __getattr__(name: str) -> Any:
+    # The runtime needs torch; a scheduler process that only plans must not pay for it.
+    if name == "CascadeRuntime":
+        from flashinfer_cascade.runtime import CascadeRuntime
+
+        return CascadeRuntime
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

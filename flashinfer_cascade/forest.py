@@ -1,0 +1,162 @@
+"""The prefix forest of a batch: which requests share which run of pages, exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashinfer_cascade.batch import INDEX_SLACK, Batch, Int32Array, Int64Array, ranges
+
+FIRST_WINDOW = 32
+"""Pages compared at once when a node's run is measured; grows fourfold up to INDEX_SLACK."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixForest:
+    """A trie over page ids, its one-child chains contracted: each node is a maximal run of pages shared by the
+    same two or more requests.
+
+    Nodes are numbered parents first, and siblings by their first request. Requests are ordered so that every
+    node covers a contiguous run of them; with the sharing requests side by side in the batch already, that
+    order is the batch's own.
+
+    Attributes:
+        order: int32[num_requests], request at each position.
+        parent: int32[num_nodes], node above, -1 at a root.
+        depth: int32[num_nodes], nodes above.
+        begin: int32[num_nodes], first position covered.
+        end: int32[num_nodes], behind the last position covered.
+        page_begin: int32[num_nodes], pages above the node.
+        num_pages: int32[num_nodes], pages of its run, at least 1.
+        tail_node: int32[num_requests], deepest node of the request at each position, -1 where it shares nothing.
+        tail_begin: int32[num_requests], page at which the own KV of the request at each position begins.
+    """
+
+    order: Int32Array
+    parent: Int32Array
+    depth: Int32Array
+    begin: Int32Array
+    end: Int32Array
+    page_begin: Int32Array
+    num_pages: Int32Array
+    tail_node: Int32Array
+    tail_begin: Int32Array
+
+    @property
+    def num_nodes(self) -> int:
+        """Shared runs of pages."""
+        return len(self.parent)
+
+
+def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixForest:
+    """Find all sharing among a batch's requests, or among some of them.
+
+    Sharing is judged by page ids at equal depth under one parent, and only over pages that were full before this
+    step (`Batch.shareable_pages`). Work grows with the shared pages; of unshared ones it reads the first few.
+
+    Args:
+        batch: the validated batch.
+        requests: int64[n], ascending: plan these alone; None is all.
+    """
+    order = np.arange(batch.num_requests) if requests is None else requests.copy()
+    starts, limits = batch.kv_indptr[:-1], batch.shareable_pages()
+    count = len(order)
+    tail_node = np.full(count, -1, np.int64)
+    tail_begin = np.zeros(count, np.int64)
+    found: list[tuple[Int64Array, ...]] = []
+    num_nodes = 0
+
+    # Groups of two or more requests that agree on their first `depth` pages, each a run of positions. A round
+    # splits all groups by their next page and measures how far each part agrees.
+    begin, size = np.array([0]), np.array([count])
+    depth, parent = np.zeros(1, np.int64), np.full(1, -1, np.int64)
+    level = 0
+    while len(begin) and count > 1:
+        positions = ranges(begin, size)
+        members = order[positions]
+        group = np.repeat(np.arange(len(begin)), size)
+        label = _label_by_next_page(batch, members, group, depth, limits)
+        if (label[1:] < label[:-1]).any():
+            members = members[np.argsort(label, kind="stable")]
+            order[positions] = members
+            label.sort()
+        first = np.flatnonzero(np.concatenate(([True], label[1:] != label[:-1])))
+        part_size = np.diff(first, append=len(label))
+        shared = part_size > 1
+        if not shared.any():
+            break
+        in_shared = np.repeat(shared, part_size)
+        first, size = first[shared], part_size[shared]
+        above = group[first]
+        begin, parent, depth = positions[first], parent[above], depth[above]
+        members = members[in_shared]
+        run = _common_run(batch, starts[members], limits[members], depth, size)
+        ids = np.arange(num_nodes, num_nodes + len(begin))
+        found.append((parent, np.full(len(begin), level), begin, begin + size, depth, run))
+        num_nodes += len(begin)
+        depth, parent = depth + run, ids
+        covered = positions[in_shared]
+        tail_node[covered] = np.repeat(ids, size)
+        tail_begin[covered] = np.repeat(depth, size)
+        level += 1
+
+    columns = [np.concatenate(c).astype(np.int32) for c in zip(*found, strict=True)] if found else []
+    nodes = columns or [np.empty(0, np.int32)] * 6
+    return PrefixForest(order.astype(np.int32), *nodes, tail_node.astype(np.int32), tail_begin.astype(np.int32))
+
+
+def _label_by_next_page(
+    batch: Batch, members: Int64Array, group: Int64Array, depth: Int64Array, limits: Int64Array
+) -> Int64Array:
+    """Label each member with the first one in its group that has the same next page: int64[len(members)].
+
+    A request without a next shareable page stands alone.
+    """
+    at = depth[group]
+    page = batch.kv_indices[batch.kv_indptr[members] + at].astype(np.int64)
+    key = np.where(at >= limits[members], -1 - members, (group << 32) | page)
+    by_key = key.argsort(kind="stable")
+    key = key[by_key]
+    first = np.flatnonzero(np.concatenate(([True], key[1:] != key[:-1])))
+    label = np.empty_like(key)
+    label[by_key] = by_key[first].repeat(np.diff(first, append=len(key)))
+    return label
+
+
+def _common_run(
+    batch: Batch, starts: Int64Array, limits: Int64Array, depth: Int64Array, size: Int64Array
+) -> Int64Array:
+    """Pages on which all members of each group agree behind `depth`: int64[num_groups].
+
+    Neighbours within a group are compared window by window; a group is done at its first mismatch or at its
+    shortest member's limit.
+    """
+    first = np.cumsum(size) - size
+    room = np.minimum.reduceat(limits, first) - depth
+    run = np.zeros(len(size), np.int64)
+    live = np.arange(len(size))
+    at = starts + np.repeat(depth, size)
+    window = FIRST_WINDOW
+    while len(live):
+        width = min(window, int((room - run)[live].max()))
+        pages = _windows(batch.kv_indices, width)[at]
+        differs = pages[1:] != pages[:-1]
+        where = differs.argmax(axis=1)
+        same = np.where(differs[np.arange(len(where)), where], where, width)
+        same = np.append(same, width)
+        last = np.cumsum(size) - 1
+        same[last] = width
+        agreed = np.minimum.reduceat(same, last + 1 - size)
+        run[live] = np.minimum(run[live] + agreed, room[live])
+        more = (agreed == width) & (run[live] < room[live])
+        at = at[np.repeat(more, size)] + width
+        live, size = live[more], size[more]
+        window = min(4 * window, INDEX_SLACK)
+    return run
+
+
+def _windows(pages: Int32Array, width: int) -> Int32Array:
+    """All runs of `width` entries, as rows of one view."""
+    step = pages.strides[0]
+    return np.ndarray((len(pages) - width + 1, width), pages.dtype, pages, strides=(step, step))

@@ -1,0 +1,343 @@
+"""The immutable result of planning, and its two views: logical segments and FlashInfer's levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from flashinfer_cascade.batch import Int32Array, ranges
+from flashinfer_cascade.config import MAX_INT32, CascadeConfig
+from flashinfer_cascade.errors import BackendUnavailableError, CapacityError
+from flashinfer_cascade.forest import PrefixForest
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Executor = Literal["flat", "levels"]
+PartName = Literal["decode", "append"]
+
+
+class Level(NamedTuple):
+    """One level in the form of FlashInfer's paged-prefill ``plan``; every row of q lies in exactly one group.
+
+    Attributes:
+        qo_indptr: int32[num_groups + 1], CPU, in rows of ``q[row_order]``, ends at the number of rows.
+        kv_indptr: int32[num_groups + 1], CPU, in pages, starts at 0, non-decreasing.
+        kv_indices: int32[kv_indptr[-1]], CPU, page ids.
+        kv_last_page_len: int32[num_groups], CPU, in tokens, 1..page_size; 0 for a group without KV.
+    """
+
+    qo_indptr: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+    kv_last_page_len: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCapacity:
+    """What a captured graph or a runtime reserved, or what a plan uses (`CascadePlan.usage`).
+
+    Attributes:
+        num_rows: query tokens.
+        num_segments: segments over all parts.
+        num_partials: (segment, row) pairs.
+        num_page_indices: page ids over all segments.
+        num_levels: levels of the whole-batch levels view.
+        num_slots: groups of its largest level, those without KV included.
+    """
+
+    num_rows: int = MAX_INT32
+    num_segments: int = MAX_INT32
+    num_partials: int = MAX_INT32
+    num_page_indices: int = MAX_INT32
+    num_levels: int = MAX_INT32
+    num_slots: int = MAX_INT32
+
+    def lacks(self, needed: PlanCapacity) -> dict[str, tuple[int, int]]:
+        """Name -> (needed, reserved) of whatever does not fit; empty when all does."""
+        pairs = {f.name: (getattr(needed, f.name), getattr(self, f.name)) for f in fields(self)}
+        return {name: pair for name, pair in pairs.items() if pair[0] > pair[1]}
+
+
+def capacity_error(what: str, lacking: dict[str, tuple[int, int]], remedy: str) -> CapacityError:
+    """One error for all that does not fit."""
+    listed = ", ".join(f"{name} {needed} > {reserved}" for name, (needed, reserved) in lacking.items())
+    return CapacityError(f"{what} does not fit the capacity: {listed}. {remedy}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanPart:
+    """A subset of the batch's requests with one executor.
+
+    Attributes:
+        name: "decode" (requests with few new tokens) or "append" (the others).
+        executor: how the part runs.
+        reason: why, in one sentence.
+        request_begin, request_end: its requests, as positions of `CascadePlan.request_order`.
+        row_begin, row_end: its plan rows.
+        seg_begin, seg_end: its segments.
+        num_levels: levels of its own view, 1 when flat.
+        forest: all sharing found among its requests.
+        kept: bool[forest.num_nodes], nodes that end a segment; the others are merged into what lies below.
+        predicted_us: predicted GPU time a layer of each candidate, by executor.
+    """
+
+    name: PartName
+    executor: Executor
+    reason: str
+    request_begin: int
+    request_end: int
+    row_begin: int
+    row_end: int
+    seg_begin: int
+    seg_end: int
+    num_levels: int
+    forest: PrefixForest
+    kept: np.ndarray[Any, np.dtype[np.bool_]]
+    predicted_us: dict[str, float]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the part."""
+        return self.request_end - self.request_begin
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CascadePlan:
+    """A batch's attention, cut into segments: runs of KV, each attended by a contiguous run of plan rows.
+
+    Every row's visible KV is the disjoint union of its segments. A row at position p of its sequence sees the first
+    ``clip(p + 1 - seg_kv_start, 0, seg_kv_len)`` tokens of each: all of a shared segment, and of its request's
+    own one (the last) all up to itself. Arrays are read-only; two plans are equal when they do the same.
+
+    Attributes:
+        config: the configuration it was made for.
+        parts: consecutive in requests, rows and segments.
+        row_order: int32[num_rows], row of q at each plan row; None when that is the identity.
+        row_pos: int32[num_rows], position of each plan row in its sequence; -1 for padding, which sees nothing.
+        request_order: int32[num_requests], request at each position.
+        qo_indptr: int32[num_requests + 1], plan rows of the request at each position.
+        seg_row_begin: int32[num_segments], first plan row.
+        seg_num_rows: int32[num_segments], plan rows, at least 1.
+        seg_page_indptr: int32[num_segments + 1], into seg_pages.
+        seg_pages: int32[seg_page_indptr[-1]], page ids.
+        seg_kv_start: int32[num_segments], in tokens, a multiple of page_size: where the run lies in its sequences.
+        seg_kv_len: int32[num_segments], in tokens; 0 for padding.
+        seg_level: int32[num_segments], level within the part; segments are sorted by part, level and row.
+        structure_id: equal in two plans of one planner that differ in lengths alone.
+        generation: how many plans of this structure came before.
+    """
+
+    config: CascadeConfig
+    parts: tuple[PlanPart, ...]
+    row_order: Int32Array | None
+    row_pos: Int32Array
+    request_order: Int32Array
+    qo_indptr: Int32Array
+    seg_row_begin: Int32Array
+    seg_num_rows: Int32Array
+    seg_page_indptr: Int32Array
+    seg_pages: Int32Array
+    seg_kv_start: Int32Array
+    seg_kv_len: Int32Array
+    seg_level: Int32Array
+    structure_id: int = 0
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        for array in self._arrays():
+            if array is not None:
+                array.flags.writeable = False
+
+    def _arrays(self) -> Iterator[Int32Array | None]:
+        return (getattr(self, f.name) for f in fields(self)[2:-2])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CascadePlan):
+            return NotImplemented
+        return (
+            self.config == other.config
+            and [(p.name, p.executor, p.seg_end, p.num_levels) for p in self.parts]
+            == [(p.name, p.executor, p.seg_end, p.num_levels) for p in other.parts]
+            and all(
+                a is b or (a is not None and b is not None and np.array_equal(a, b))
+                for a, b in zip(self._arrays(), other._arrays(), strict=True)
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # compared by content, and large
+
+    @property
+    def num_requests(self) -> int:
+        """Requests, padding included."""
+        return len(self.request_order)
+
+    @property
+    def num_rows(self) -> int:
+        """Query tokens."""
+        return len(self.row_pos)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments over all parts."""
+        return len(self.seg_num_rows)
+
+    @property
+    def num_levels(self) -> int:
+        """Levels of the whole-batch view; 1 when nothing is cascaded."""
+        return max(part.num_levels for part in self.parts)
+
+    @property
+    def causal(self) -> bool:
+        """Whether some request has more than one row, so that the last level needs a causal mask."""
+        return self.num_rows > self.num_requests
+
+    @property
+    def row_rank(self) -> Int32Array | None:
+        """int32[num_rows]: plan row of each row of q, the inverse of `row_order`; None when the identity."""
+        if self.row_order is None:
+            return None
+        rank = np.empty_like(self.row_order)
+        rank[self.row_order] = np.arange(len(rank), dtype=np.int32)
+        return rank
+
+    @property
+    def seg_row_indptr(self) -> Int32Array:
+        """int32[num_segments + 1], into `seg_rows`."""
+        return np.concatenate(([0], np.cumsum(self.seg_num_rows))).astype(np.int32)
+
+    @property
+    def seg_rows(self) -> Int32Array:
+        """int32[seg_row_indptr[-1]]: rows of q of each segment, segment after segment."""
+        rows = ranges(self.seg_row_begin, self.seg_num_rows)
+        return (rows if self.row_order is None else self.row_order[rows]).astype(np.int32)
+
+    def levels(self, part: PlanPart | None = None, num_levels: int | None = None) -> list[Level]:
+        """The plan in FlashInfer's form, most shared level first; the last holds each request's own KV.
+
+        Args:
+            part: this part alone, its rows counted from `PlanPart.row_begin`; None is the whole batch.
+            num_levels: pad to this many with levels that hold no KV.
+
+        Raises:
+            CapacityError: the plan has more than `num_levels` levels.
+        """
+        parts = self.parts if part is None else (part,)
+        used = max(p.num_levels for p in parts)
+        total = used if num_levels is None else num_levels
+        if used > total:
+            raise capacity_error(
+                "the plan", {"num_levels": (used, total)}, "Plan with PlannerPolicy.max_levels or capacity="
+            )
+        return [self._level(parts, level - total) for level in range(total)]
+
+    def _level(self, parts: Sequence[PlanPart], from_last: int) -> Level:
+        """All parts' segments at one level, counted back from the last (-1)."""
+        # Segments lie sorted by level within a part, and parts in row order, so these are sorted by row.
+        spans = []
+        for part in parts:
+            levels = self.seg_level[part.seg_begin : part.seg_end]
+            low, high = np.searchsorted(levels, [part.num_levels + from_last, part.num_levels + from_last + 1])
+            spans.append(np.arange(part.seg_begin + low, part.seg_begin + high))
+        segs = np.concatenate(spans)
+        row_0, num_rows = parts[0].row_begin, parts[-1].row_end - parts[0].row_begin
+        begin = self.seg_row_begin[segs] - row_0
+        # Rows between segments form groups without KV.
+        edges = np.concatenate(([0], np.column_stack((begin, begin + self.seg_num_rows[segs])).ravel(), [num_rows]))
+        qo_indptr = edges[np.concatenate(([True], edges[1:] > edges[:-1]))]
+        group = np.searchsorted(qo_indptr, begin)
+        page_counts = np.zeros(len(qo_indptr) - 1, np.int64)
+        page_counts[group] = np.diff(self.seg_page_indptr)[segs]
+        last_page_len = np.zeros(len(qo_indptr) - 1, np.int32)
+        kv_len = self.seg_kv_len[segs]
+        last_page_len[group] = np.where(kv_len > 0, (kv_len - 1) % self.config.page_size + 1, 0)
+        return Level(
+            qo_indptr.astype(np.int32),
+            np.concatenate(([0], np.cumsum(page_counts))).astype(np.int32),
+            self.seg_pages[ranges(self.seg_page_indptr[segs], np.diff(self.seg_page_indptr)[segs])],
+            last_page_len,
+        )
+
+    def usage(self) -> PlanCapacity:
+        """What the plan needs reserved."""
+        return PlanCapacity(
+            num_rows=self.num_rows,
+            num_segments=self.num_segments,
+            num_partials=int(self.seg_num_rows.sum()),
+            num_page_indices=len(self.seg_pages),
+            num_levels=self.num_levels,
+            num_slots=max(len(level.kv_last_page_len) for level in self.levels()),
+        )
+
+    def to_flashinfer(
+        self, num_levels: int | None = None, slots: int | Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """Keyword arguments of ``flashinfer.MultiLevelCascadeAttentionWrapper.plan``, for ``q[row_order]``.
+
+        All tensors are int32 on the CPU, where FlashInfer reads them without waiting for the GPU.
+
+        Args:
+            num_levels: levels of the wrapper; missing ones are added without KV.
+            slots: groups of each level, or one number for all: what a wrapper built for CUDA graphs fixes.
+                Missing groups are added without rows.
+
+        Raises:
+            CapacityError: the plan has more levels or groups.
+            BackendUnavailableError: torch is missing.
+        """
+        try:
+            import torch
+        except ImportError as error:
+            raise BackendUnavailableError("to_flashinfer needs torch: pip install torch") from error
+        levels = self.levels(num_levels=num_levels)
+        per_level = [slots] * len(levels) if slots is None or isinstance(slots, int) else list(slots)
+        if len(per_level) != len(levels):
+            raise CapacityError(f"slots names {len(per_level)} levels, but there are {len(levels)}: give one per level")
+        padded = [
+            level if count is None else _pad_groups(level, count)
+            for level, count in zip(levels, per_level, strict=True)
+        ]
+        names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+        config = self.config
+        return {
+            **{name: [torch.tensor(level[i]) for level in padded] for i, name in enumerate(names)},
+            "num_qo_heads": config.num_qo_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "page_size": config.page_size,
+            "causal": self.causal,
+            "sm_scale": config.softmax_scale,
+            "window_left": config.window_left,
+            "logits_soft_cap": config.logits_soft_cap,
+            "q_data_type": getattr(torch, config.dtype),
+            "kv_data_type": getattr(torch, config.kv_dtype),
+        }
+
+    def explain(self) -> str:
+        """The forest, what was merged and why, bytes read against flat, predicted times: as plain text."""
+        from flashinfer_cascade.report import explain
+
+        return explain(self)
+
+    def __rich__(self) -> RenderableType:
+        from flashinfer_cascade.report import render
+
+        return render(self)
+
+
+def _pad_groups(level: Level, slots: int) -> Level:
+    missing = slots - len(level.kv_last_page_len)
+    if missing < 0:
+        raise capacity_error(
+            "a level", {"num_slots": (slots - missing, slots)}, "Plan with capacity=, or reserve more slots"
+        )
+    repeat = np.full(missing, level.qo_indptr[-1], np.int32)
+    return Level(
+        np.concatenate((level.qo_indptr, repeat)),
+        np.concatenate((level.kv_indptr, np.full(missing, level.kv_indptr[-1], np.int32))),
+        level.kv_indices,
+        np.concatenate((level.kv_last_page_len, np.zeros(missing, np.int32))),
+    )
