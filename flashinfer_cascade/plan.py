@@ -152,6 +152,10 @@ class CascadePlan:
             if array is not None:
                 array.flags.writeable = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor, so that a copy's arrays are read-only too.
+        return CascadePlan, tuple(getattr(self, f.name) for f in fields(self))
+
     def _arrays(self) -> Iterator[Int32Array | None]:
         return (getattr(self, f.name) for f in fields(self)[2:-2])
 

@@ -1,0 +1,56 @@
+"""A scheduler process plans without torch, flashinfer or anything heavy; the public names are all there."""
+
+import subprocess
+import sys
+
+import flashinfer_cascade
+
+BLOCKED = ("torch", "flashinfer", "triton", "rich", "typer", "matplotlib")
+
+SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} must not be imported by a planner")
+
+sys.meta_path.insert(0, Block())
+from flashinfer_cascade import CascadeConfig, CascadePlanner
+planner = CascadePlanner(
+    CascadeConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
+)
+plan = planner.plan([[*range(512), 600 + r] for r in range(64)], [8192 + 5] * 64)
+assert plan.parts[0].executor == "levels", plan.parts[0].reason
+assert "64 requests" in plan.explain()
+import pickle
+assert pickle.loads(pickle.dumps(plan)) == plan
+try:
+    plan.to_flashinfer()
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_planning_imports_neither_torch_nor_flashinfer():
+    out = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(path=sys.path, blocked=BLOCKED)], capture_output=True, text=True
+    )
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.startswith("BackendUnavailableError to_flashinfer needs torch")
+
+
+def test_all_names_exist_and_are_sorted():
+    assert flashinfer_cascade.__all__ == sorted(flashinfer_cascade.__all__)
+    for name in flashinfer_cascade.__all__:
+        assert getattr(flashinfer_cascade, name).__module__.startswith("flashinfer_cascade.")
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    try:
+        flashinfer_cascade.CascadePlaner  # noqa: B018
+    except AttributeError as error:
+        assert "no attribute 'CascadePlaner'" in str(error)
+    else:
+        raise AssertionError("a misspelt name was found")

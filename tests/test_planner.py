@@ -1,0 +1,393 @@
+"""Whole plans: the rules of correctness, the choices, and hostile or odd batches."""
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashinfer_cascade import (
+    CapacityError,
+    CascadeConfig,
+    CascadePlanner,
+    DeviceProfile,
+    PlanCapacity,
+    PlannerPolicy,
+    UnsupportedError,
+)
+
+FORCED = PlannerPolicy(executor="levels", fold=False)
+
+
+def config(**changes):
+    values = {
+        "num_qo_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "page_size": 16,
+        "dtype": "bfloat16",
+        "max_batch_size": 1024,
+        "max_kv_pages": 2**20,
+    }
+    return CascadeConfig(**(values | changes))
+
+
+@st.composite
+def batches(draw):
+    """Random forests with appends, padding, repeated ids and identical requests, and a page size."""
+    page_size = draw(st.sampled_from([1, 4, 16]))
+    tables, seq_lens, qo_lens = [], [], []
+    for _ in range(draw(st.integers(1, 10))):
+        base = draw(st.sampled_from(tables)) if tables and draw(st.booleans()) else []
+        table = base[: draw(st.integers(0, len(base)))] + draw(st.lists(st.integers(0, 3), max_size=5))
+        seq_len = draw(st.integers(0, len(table) * page_size))
+        tables.append(table)
+        seq_lens.append(seq_len)
+        qo_lens.append(draw(st.integers(1, max(seq_len, 1))) if draw(st.booleans()) else 1)
+    return page_size, tables, seq_lens, qo_lens
+
+
+POLICIES = st.sampled_from(
+    [
+        PlannerPolicy(),
+        FORCED,
+        PlannerPolicy(executor="levels"),
+        PlannerPolicy(executor="flat"),
+        PlannerPolicy(executor="levels", fold=False, max_levels=2),
+        PlannerPolicy(executor="levels", fold=False, max_decode_rows=2),
+    ]
+)
+
+
+def pages_needed(seq_len, page_size):
+    return -(-seq_len // page_size)
+
+
+def check_rules(plan, page_size, tables, seq_lens, qo_lens):
+    """Rules 1 and 2 of a correct plan, from the plan's public arrays alone."""
+    assert sorted(plan.request_order) == list(range(len(tables)))
+    q_begin = np.concatenate(([0], np.cumsum(qo_lens)))
+    order = np.arange(plan.num_rows) if plan.row_order is None else plan.row_order
+    for position, r in enumerate(plan.request_order):
+        low, high = plan.qo_indptr[position : position + 2]
+        assert order[low:high].tolist() == list(range(q_begin[r], q_begin[r + 1]))
+        expected = range(seq_lens[r] - qo_lens[r], seq_lens[r]) if seq_lens[r] else [-1] * qo_lens[r]
+        assert plan.row_pos[low:high].tolist() == list(expected)
+        table, length = [], 0
+        covering = [
+            s
+            for s in range(plan.num_segments)
+            if plan.seg_row_begin[s] < high and plan.seg_row_begin[s] + plan.seg_num_rows[s] > low
+        ]
+        for s in covering:
+            # A segment covers all rows of a request or none, and they follow each other without a gap.
+            assert plan.seg_row_begin[s] <= low
+            assert plan.seg_row_begin[s] + plan.seg_num_rows[s] >= high
+            assert plan.seg_kv_start[s] == length
+            assert plan.seg_kv_start[s] % page_size == 0
+            pages = plan.seg_pages[plan.seg_page_indptr[s] : plan.seg_page_indptr[s + 1]]
+            assert len(pages) == pages_needed(plan.seg_kv_len[s], page_size)
+            table += pages.tolist()
+            length += int(plan.seg_kv_len[s])
+        assert table == tables[r][: pages_needed(seq_lens[r], page_size)]
+        assert length == seq_lens[r]
+        shared = [s for s in covering if plan.seg_num_rows[s] > high - low]
+        limit = max(seq_lens[r] - qo_lens[r], 0) // page_size * page_size
+        assert all(plan.seg_kv_start[s] + plan.seg_kv_len[s] <= limit for s in shared)
+        own = covering[-1]
+        assert plan.seg_num_rows[own] == high - low
+        assert plan.seg_kv_len[own] >= qo_lens[r] or seq_lens[r] == 0
+
+
+def check_levels(plan, page_size):
+    """The levels view says the same as the segments."""
+    seen = {row: [] for row in range(plan.num_rows)}
+    levels = plan.levels()
+    assert len(levels) == plan.num_levels
+    for level in levels:
+        groups = len(level.kv_last_page_len)
+        assert level.qo_indptr.dtype == level.kv_indptr.dtype == np.int32
+        assert len(level.qo_indptr) == len(level.kv_indptr) == groups + 1
+        assert level.qo_indptr[0] == 0
+        assert level.qo_indptr[-1] == plan.num_rows
+        assert (np.diff(level.qo_indptr) > 0).all()
+        assert level.kv_indptr[-1] == len(level.kv_indices)
+        for g in range(groups):
+            pages = level.kv_indices[level.kv_indptr[g] : level.kv_indptr[g + 1]].tolist()
+            last = int(level.kv_last_page_len[g])
+            assert (last == 0) == (not pages)
+            assert last <= page_size
+            for row in range(level.qo_indptr[g], level.qo_indptr[g + 1]):
+                seen[row].append((pages, (len(pages) - 1) * page_size + last if pages else 0))
+    for row, parts in seen.items():
+        covering = [
+            s
+            for s in range(plan.num_segments)
+            if plan.seg_row_begin[s] <= row < plan.seg_row_begin[s] + plan.seg_num_rows[s]
+        ]
+        assert [p for pages, _ in parts for p in pages] == [
+            p for s in covering for p in plan.seg_pages[plan.seg_page_indptr[s] : plan.seg_page_indptr[s + 1]]
+        ]
+        assert [n for _, n in parts if n] == [plan.seg_kv_len[s] for s in covering if plan.seg_kv_len[s]]
+
+
+@given(batches(), POLICIES)
+def test_rules_hold_for_any_batch_and_policy(batch, policy):
+    page_size, tables, seq_lens, qo_lens = batch
+    plan = CascadePlanner(config(page_size=page_size), policy).plan(tables, seq_lens, qo_lens)
+    check_rules(plan, page_size, tables, seq_lens, qo_lens)
+    check_levels(plan, page_size)
+    assert plan.num_levels <= policy.max_levels
+    rows = np.concatenate([np.arange(p.row_begin, p.row_end) for p in plan.parts])
+    assert rows.tolist() == list(range(plan.num_rows))
+
+
+@given(batches(), st.integers(1, 12), st.integers(1, 30))
+def test_a_capacity_is_met_or_refused(batch, segments, partials):
+    page_size, tables, seq_lens, qo_lens = batch
+    planner = CascadePlanner(config(page_size=page_size), FORCED)
+    flat = CascadePlanner(config(page_size=page_size), PlannerPolicy(executor="flat")).plan(
+        tables, seq_lens, qo_lens
+    )
+    capacity = PlanCapacity(
+        num_segments=len(tables) + segments - 1,
+        num_partials=flat.num_rows + partials - 1,
+        num_page_indices=len(flat.seg_pages),
+        num_slots=2 * len(tables),
+        num_levels=2,
+    )
+    plan = planner.plan(tables, seq_lens, qo_lens, capacity=capacity)
+    assert not capacity.lacks(plan.usage())
+    check_rules(plan, page_size, tables, seq_lens, qo_lens)
+    with pytest.raises(CapacityError, match=f"num_segments {len(tables)} > {len(tables) - 1}"):
+        planner.plan(tables, seq_lens, qo_lens, capacity=PlanCapacity(num_segments=len(tables) - 1))
+
+
+def test_a_tight_capacity_merges_the_least_useful_node_and_says_so():
+    tables = [[*range(64), 64, 65, 100 + r] for r in range(4)] + [[*range(64), 66, 200 + r] for r in range(4)]
+    seq_lens = [67 * 16] * 4 + [66 * 16] * 4
+    planner = CascadePlanner(config(), FORCED)
+    assert planner.plan(tables, seq_lens).num_segments == 8 + 3
+    plan = planner.plan(tables, seq_lens, capacity=PlanCapacity(num_segments=10))
+    assert plan.parts[0].kept.tolist() == [True, True, False]
+    assert "merged 1 nodes to fit the capacity" in plan.parts[0].reason
+    flat = planner.plan(tables, seq_lens, capacity=PlanCapacity(num_levels=1))
+    assert (flat.parts[0].executor, flat.num_segments) == ("flat", 8)
+
+
+@given(batches(), st.randoms(use_true_random=False))
+def test_permuting_requests_permutes_the_plan(batch, rng):
+    page_size, tables, seq_lens, qo_lens = batch
+    planner = CascadePlanner(config(page_size=page_size), FORCED)
+    old = list(range(len(tables)))
+    rng.shuffle(old)
+
+    def content(plan, names):
+        return {
+            (
+                frozenset(names[plan.request_order[p]] for p in positions),
+                int(plan.seg_kv_start[s]),
+                tuple(plan.seg_pages[plan.seg_page_indptr[s] : plan.seg_page_indptr[s + 1]].tolist()),
+                int(plan.seg_kv_len[s]),
+            )
+            for s in range(plan.num_segments)
+            for positions in [
+                np.flatnonzero(
+                    (plan.qo_indptr[:-1] >= plan.seg_row_begin[s])
+                    & (plan.qo_indptr[1:] <= plan.seg_row_begin[s] + plan.seg_num_rows[s])
+                )
+            ]
+        }
+
+    plan = planner.plan(tables, seq_lens, qo_lens)
+    other = planner.plan([tables[i] for i in old], [seq_lens[i] for i in old], [qo_lens[i] for i in old])
+    assert content(plan, list(range(len(tables)))) == content(other, old)
+
+
+def tree(groups, shared, own, page_size=16):
+    """`groups` lists of requests, each under its own prefix of `shared` tokens, `own` tokens behind it."""
+    ids = iter(range(2**20))
+    tables = []
+    for size in groups:
+        prefix = [next(ids) for _ in range(shared // page_size)]
+        tables += [prefix + [next(ids) for _ in range(pages_needed(own, page_size))] for _ in range(size)]
+    return tables, [shared + own] * sum(groups)
+
+
+def test_sixty_three_share_and_one_does_not():
+    tables, seq_lens = tree([63], 4096, 100)
+    tables.insert(20, list(range(5000, 5200)))
+    seq_lens.insert(20, 3200)
+    plan = CascadePlanner(config()).plan(tables, seq_lens)
+    assert plan.parts[0].executor == "levels"
+    assert plan.seg_num_rows[0] == 63
+    assert plan.seg_kv_len[0] == 4096
+    assert plan.levels()[0].kv_last_page_len.tolist() == [16, 0]
+    assert 20 not in plan.row_order[:63]
+
+
+def test_descending_page_ids():
+    shared = list(range(900, 644, -1))
+    tables = [[*shared, 1000 - r] for r in range(64)]
+    plan = CascadePlanner(config()).plan(tables, [4096 + 5] * 64)
+    assert plan.seg_pages[:256].tolist() == shared
+
+
+def test_nothing_is_shared_once_the_sharers_left():
+    sharing, lens = tree([8], 1024, 64)
+    others = [list(range(10_000 + 100 * r, 10_080 + 100 * r)) for r in range(7)]
+    planner = CascadePlanner(config())
+    before = planner.plan(sharing + others, lens + [1280] * 7)
+    after = planner.plan(others, [1280] * 7)
+    assert before.parts[0].forest.num_nodes == 1
+    assert after.parts[0].forest.num_nodes == 0
+    assert (after.parts[0].executor, after.parts[0].reason) == ("flat", "no full page is shared")
+
+
+def test_forty_tokens_on_three_pages_share_two():
+    plan = CascadePlanner(config(), FORCED).plan([[4, 5, 6], [4, 5, 6]], [40, 40])
+    assert plan.seg_kv_len.tolist() == [32, 8, 8]
+    assert plan.seg_pages.tolist() == [4, 5, 6, 6]
+
+
+def test_a_cold_prefill_beside_a_decode_over_the_same_pages():
+    tables, seq_lens, qo_lens = [[1, 2, 3], [1, 2, 3], [1, 2, 3]], [48, 41, 42], [48, 1, 1]
+    plan = CascadePlanner(config(), FORCED).plan(tables, seq_lens, qo_lens)
+    check_rules(plan, 16, tables, seq_lens, qo_lens)
+    assert [(p.name, p.executor) for p in plan.parts] == [("decode", "levels"), ("append", "flat")]
+    assert plan.row_order[:2].tolist() == [48, 49]
+    one_part = PlannerPolicy(executor="levels", fold=False, max_decode_rows=64)
+    plan = CascadePlanner(config(), one_part).plan(tables, seq_lens, qo_lens)
+    check_rules(plan, 16, tables, seq_lens, qo_lens)
+    assert plan.seg_num_rows[0] == 2  # the two decodes; the prefill sees no page that is full before it
+
+
+def test_stale_tails_and_padding_rows_of_a_persistent_table():
+    table = np.tile(np.arange(64), (8, 1))  # every slot still holds another request's ids
+    table[:3, 2:4] = [[100, 101], [102, 103], [104, 105]]
+    plan = CascadePlanner(config(), FORCED).plan(table, [60, 50, 40, 0, 0, 0])
+    assert plan.seg_kv_len.tolist() == [32, 28, 18, 8, 0, 0, 0]
+    assert plan.row_pos.tolist() == [59, 49, 39, -1, -1, -1]
+    assert plan.levels()[1].kv_last_page_len.tolist() == [12, 2, 8, 0, 0, 0]
+
+
+def test_lengths_around_a_page():
+    plan = CascadePlanner(config(), FORCED).plan([[1], [1], [1], [1, 2]], [1, 15, 16, 17])
+    assert (plan.num_levels, plan.seg_kv_len.tolist()) == (1, [1, 15, 16, 17])
+    plan = CascadePlanner(config(), FORCED).plan([[1], [1, 3], [1, 2]], [16, 17, 18])
+    assert plan.seg_kv_len.tolist() == [16, 16, 1, 2]
+
+
+def test_a_short_prefix_of_few_requests_does_not_pay():
+    tables, seq_lens = tree([8], 256, 512)
+    plan = CascadePlanner(config()).plan(tables, seq_lens)
+    assert plan.parts[0].executor == "flat"
+    assert plan.parts[0].forest.num_nodes == 1
+
+
+def test_a_long_prefix_of_many_requests_pays():
+    tables, seq_lens = tree([64], 8192, 256)
+    part = CascadePlanner(config()).plan(tables, seq_lens).parts[0]
+    assert part.executor == "levels"
+    assert part.predicted_us["levels"] < 0.6 * part.predicted_us["flat"]
+
+
+def test_long_prefills_are_planned_apart_from_decodes():
+    tables, seq_lens = tree([32], 4096, 256)
+    qo_lens = [1, 200] * 16
+    plan = CascadePlanner(config()).plan(tables, seq_lens, qo_lens)
+    assert [p.name for p in plan.parts] == ["decode", "append"]
+    assert [p.num_requests for p in plan.parts] == [16, 16]
+    assert plan.causal
+    assert not CascadePlanner(config()).plan(tables, seq_lens).causal
+
+
+def test_a_window_that_does_not_cover_the_context_is_never_cascaded():
+    tables, seq_lens = tree([64], 8192, 256)
+    planner = CascadePlanner(config(window_left=4095))
+    part = planner.plan(tables, seq_lens).parts[0]
+    assert part.executor == "flat"
+    assert part.reason == "window_left=4095 does not cover the longest context of 8448 tokens"
+    assert CascadePlanner(config(window_left=8447)).plan(tables, seq_lens).parts[0].executor == "levels"
+    with pytest.raises(UnsupportedError, match="window_left=8446 does not cover a context of 8448"):
+        CascadePlanner(config(window_left=8446), FORCED).plan(tables, seq_lens)
+
+
+def test_a_million_page_request():
+    big = config(page_size=1, max_kv_pages=2**20, max_kv_indices=2**21)
+    plan = CascadePlanner(big, FORCED).plan([np.arange(10**6), np.arange(10**6)], [10**6, 10**6])
+    assert plan.seg_kv_len.tolist() == [10**6 - 1, 1, 1]
+
+
+def test_chains_hundreds_of_levels_deep_stay_within_max_levels():
+    depth = 600
+    tables = [[*range(4 * (r + 1)), 10_000 + r] for r in range(depth)]
+    seq_lens = [(4 * (r + 1) + 1) * 16 for r in range(depth)]
+    for policy in (PlannerPolicy(executor="levels", max_levels=5), PlannerPolicy(executor="levels", fold=False)):
+        plan = CascadePlanner(config(), policy).plan(tables, seq_lens)
+        assert plan.parts[0].forest.num_nodes == depth - 1
+        assert 1 < plan.num_levels <= policy.max_levels
+        check_rules(plan, 16, tables, seq_lens, [1] * depth)
+
+
+def test_errors_of_construction():
+    with pytest.raises(UnsupportedError, match=r"profile 'b200' is not built in \(h200, h100"):
+        CascadePlanner(config(), profile="b200")
+    with pytest.raises(ValueError, match="max_levels"):
+        PlannerPolicy(max_levels=1)
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        PlannerPolicy(levels=3)
+
+
+def test_a_profile_of_ones_own_changes_the_choice():
+    tables, seq_lens = tree([64], 8192, 256)
+    h200 = CascadePlanner(config()).profile
+    slow = DeviceProfile(**(h200.model_dump() | {"name": "slow levels", "level_us": 10_000.0}))
+    assert CascadePlanner(config(), profile=slow).plan(tables, seq_lens).parts[0].executor == "flat"
+
+
+def digest(plan):
+    return hashlib.sha256(pickle.dumps([a for a in plan._arrays()])).hexdigest()
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+import hashlib, pickle, numpy as np
+from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy
+rng = np.random.default_rng(5)
+tables = [np.concatenate([np.arange(r % 7 * 20), rng.integers(500, 900, 9)]) for r in range(90)]
+plan = CascadePlanner(
+    CascadeConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16"),
+    PlannerPolicy(executor="levels"),
+).plan(tables, [16 * len(t) for t in tables])
+print(hashlib.sha256(pickle.dumps([a for a in plan._arrays()])).hexdigest())
+"""
+
+
+def test_plans_are_the_same_in_every_process():
+    out = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(path=sys.path)],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }
+    assert len(out) == 1
+
+
+def test_planning_twice_gives_equal_plans_of_two_structures():
+    tables, seq_lens = tree([5, 9], 640, 33)
+    planner = CascadePlanner(config(), FORCED)
+    first, second = planner.plan(tables, seq_lens), planner.plan(tables, seq_lens)
+    assert first == second
+    assert first.structure_id != second.structure_id
+    assert first != planner.plan(tables, [n - 1 for n in seq_lens])
