@@ -11,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig
+from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.errors import CapacityError, InvalidBatchError
-
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
 
 INDEX_SLACK = 1024
 """Entries behind the last page id of a batch, so that fixed-size windows may be read past the end."""
@@ -101,8 +99,7 @@ def make_batch(config: CascadeConfig, block_tables: Any, seq_lens: Any, qo_lens:
     _check_range("seq_lens", lens, 0, MAX_INT32, "give the KV tokens of each request, new ones included")
     rows = _query_lens(config, lens, qo_lens)
     counts = -(-lens // config.page_size)
-    kv_indptr = np.zeros(num_requests + 1, np.int64)
-    np.cumsum(counts, out=kv_indptr[1:])
+    kv_indptr = indptr(counts)
     total = int(kv_indptr[-1])
     if total > config.max_kv_indices:
         raise CapacityError(
@@ -234,23 +231,23 @@ def _from_padded(table: NDArray[Any], counts: Int64Array, lens: Int64Array, conf
 
 
 def _from_csr(tables: CsrTables, counts: Int64Array, lens: Int64Array, config: CascadeConfig) -> NDArray[Any]:
-    indptr = _int_vector("kv_indptr", tables.kv_indptr)
+    starts = _int_vector("kv_indptr", tables.kv_indptr)
     indices = _integer_array("kv_indices", tables.kv_indices)
     if indices.ndim != 1:
         raise InvalidBatchError(f"kv_indices has shape {indices.shape}: give one page id per entry")
-    if len(indptr) != len(counts) + 1:
+    if len(starts) != len(counts) + 1:
         raise InvalidBatchError(
-            f"kv_indptr has {len(indptr)} entries for {len(counts)} seq_lens: give num_requests + 1"
+            f"kv_indptr has {len(starts)} entries for {len(counts)} seq_lens: give num_requests + 1"
         )
-    given = np.diff(indptr)
-    if indptr[0] != 0 or given.min() < 0:
+    given = np.diff(starts)
+    if starts[0] != 0 or given.min() < 0:
         raise InvalidBatchError("kv_indptr must start at 0 and never decrease")
-    if indptr[-1] > len(indices):
-        raise InvalidBatchError(f"kv_indptr ends at {indptr[-1]}, but kv_indices has {len(indices)} entries")
+    if starts[-1] > len(indices):
+        raise InvalidBatchError(f"kv_indptr ends at {starts[-1]}, but kv_indices has {len(indices)} entries")
     _check_enough(given, counts, lens, config.page_size)
     if (given == counts).all():
-        return indices[: int(indptr[-1])]
-    return indices[ranges(indptr[:-1], counts)]
+        return indices[: int(starts[-1])]
+    return indices[ranges(starts[:-1], counts)]
 
 
 def _from_ragged(tables: Any, counts: Int64Array, lens: Int64Array, config: CascadeConfig) -> NDArray[Any]:
@@ -287,10 +284,3 @@ def _from_lists(tables: Sequence[list[int]], counts: Int64Array) -> Int64Array:
                         f"request {r}: page id {page!r} at position {position} is not a 64-bit integer"
                     ) from error
     return np.frombuffer(flat, np.int64) if flat else np.empty(0, np.int64)
-
-
-def ranges(starts: NDArray[Any], counts: NDArray[Any]) -> Int64Array:
-    """Concatenate ``arange(start, start + count)`` over all pairs."""
-    ends = np.cumsum(counts)
-    out: Int64Array = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
-    return out

@@ -1,25 +1,26 @@
 """Predicted GPU time of flat attention and of each candidate cascade, from a profile of the device.
 
-The model follows what FlashInfer's fa2 paged kernels do: the host picks a query tile from the average packed
-rows (rows times group size) of a launch, cuts KV so that two blocks run on each SM, and merges the pieces. A
-launch takes the longer of its tiles' time on the SMs and its unique bytes from HBM, rounded together.
+The model follows what FlashInfer's fa2 paged kernels do. The host picks one query tile for a launch, from its
+average packed rows (rows times group size), and cuts KV so that at most two blocks run on each SM. A launch takes
+the longer of its blocks' time on the SMs and its unique bytes from HBM; merging what was cut comes on top. Shared
+KV that many blocks read at once comes from L2, at any size: the blocks walk it in step.
 
 Source: FlashInfer 0.7, include/flashinfer/attention/scheduler.cuh (PrefillSplitQOKVIndptr) and utils.cuh
-(FA2DetermineCtaTileQ); constants fitted to measured times, see docs/cost_model.md.
+(FA2DetermineCtaTileQ). The constants are fitted to measured times: docs/cost_model.md.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from flashinfer_cascade.batch import Int64Array
 from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.csr import Int64Array
 from flashinfer_cascade.fold import Cut, FoldCosts
 from flashinfer_cascade.forest import PrefixForest
 
@@ -30,40 +31,79 @@ BLOCKS_PER_SM = 2
 MIN_SPLIT_TOKENS = 128
 """FlashInfer never cuts KV into shorter pieces."""
 
+LEVEL_WEIGHTS = (0.25, 1.0, 4.0)
+"""Each weight of a level's fixed time gives one candidate cascade; the whole model then compares them."""
+
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Triple = tuple[_Positive, _Positive, _Positive]
+
 
 class DeviceProfile(BaseModel):
-    """What the cost model knows of a GPU."""
+    """What the cost model knows of a GPU. Triples are for query tiles of 16, 64 and 128 rows."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = Field(min_length=1)
     num_sms: int = Field(ge=1, le=4096)
-    hbm_gb_per_s: float = Field(gt=0, allow_inf_nan=False, description="achievable HBM read bandwidth, 1e9 B/s")
-    l2_gb_per_s: float = Field(gt=0, allow_inf_nan=False, description="rate at which SMs read KV that L2 holds")
-    l2_mb: float = Field(gt=0, allow_inf_nan=False, description="L2 capacity, 1e6 bytes")
-    tensor_tflops: float = Field(gt=0, allow_inf_nan=False, description="achievable dense 16-bit matmul rate")
-    tile_efficiency: tuple[float, float, float] = Field(
-        default=(0.16, 0.31, 0.457), description="share of tensor_tflops that tiles of 16, 64, 128 rows reach"
+    hbm_gb_per_s: float = Field(gt=0, allow_inf_nan=False, description="rate of streaming KV from HBM, 1e9 B/s")
+    l2_gb_per_s: float = Field(gt=0, allow_inf_nan=False, description="rate of reading KV that L2 holds, 1e9 B/s")
+    tensor_tflops: float = Field(gt=0, allow_inf_nan=False, description="dense 16-bit matmul, 1e12 FLOP/s")
+    tile_efficiency: _Triple = Field(
+        default=(0.25, 0.39, 0.46), description="share of tensor_tflops that fa2 reaches with each tile"
     )
     fa3_efficiency: float = Field(
         default=0.0, ge=0, le=1, description="share that fa3's 128-row tiles reach; 0: no fa3 on this device"
     )
-    block_us: tuple[float, float, float] = Field(
-        default=(3.4, 5.0, 7.0), description="SM time of a block of 16, 64, 128 rows apart from its tokens"
+    block_us: _Triple = Field(
+        default=(2.9, 2.5, 1.4), description="SM time of a block apart from its tokens"
     )
-    launch_us: float = Field(default=5.0, ge=0, description="fixed time of a launch")
-    level_us: float = Field(default=5.0, ge=0, description="fixed time of each further level: fill, merge, gap")
-    partial_us: float = Field(default=0.001, ge=0, description="SM time to write and merge one (row, head) partial")
+    lone_block: _Triple = Field(
+        default=(2.0, 0.65, 1.1),
+        description="time a token takes in one block, however idle the GPU, in units of its SM time",
+    )
+    launch_us: float = Field(default=5.1, ge=0, allow_inf_nan=False, description="fixed time of a launch")
+    split_us: float = Field(default=2.3, ge=0, allow_inf_nan=False, description="fixed time of merging cut KV")
+    split_row_ns: float = Field(
+        default=2.4, ge=0, allow_inf_nan=False, description="and per row and query head at head_dim 128"
+    )
+    level_us: float = Field(
+        default=4.9, ge=0, allow_inf_nan=False, description="fixed time of each further level: fills and merge"
+    )
+    level_row_ns: float = Field(
+        default=0.28, ge=0, allow_inf_nan=False, description="and per row and query head at head_dim 128"
+    )
+    decode_row_ns: float = Field(
+        default=0.58,
+        ge=0,
+        allow_inf_nan=False,
+        description="merge of flat decode in CUDA graphs, where FlashInfer always merges; per row and query head",
+    )
 
 
-# Other devices are scaled from the H200 by their datasheets; only the H200's constants were fitted.
+# The H200's constants are fitted. The others keep its per-tile constants and take their rates from datasheets,
+# scaled by what the H200 reaches of its own.
 PROFILES: dict[str, DeviceProfile] = {
-    p.name: p
-    for p in (
-        DeviceProfile(name="h200", num_sms=132, hbm_gb_per_s=4470, l2_gb_per_s=9600, l2_mb=60, tensor_tflops=790, fa3_efficiency=0.78),
-        DeviceProfile(name="h100", num_sms=132, hbm_gb_per_s=3000, l2_gb_per_s=9600, l2_mb=50, tensor_tflops=790, fa3_efficiency=0.78),
-        DeviceProfile(name="a100", num_sms=108, hbm_gb_per_s=1800, l2_gb_per_s=5500, l2_mb=40, tensor_tflops=280),
-        DeviceProfile(name="l40s", num_sms=142, hbm_gb_per_s=780, l2_gb_per_s=6000, l2_mb=96, tensor_tflops=320),
+    profile.name: profile
+    for profile in (
+        DeviceProfile(
+            name="h200",
+            num_sms=132,
+            hbm_gb_per_s=4330,
+            l2_gb_per_s=9870,
+            tensor_tflops=790,
+            fa3_efficiency=0.77,
+        ),
+        DeviceProfile(
+            name="h100",
+            num_sms=132,
+            hbm_gb_per_s=3020,
+            l2_gb_per_s=9870,
+            tensor_tflops=790,
+            fa3_efficiency=0.77,
+        ),
+        DeviceProfile(name="a100", num_sms=108, hbm_gb_per_s=1840, l2_gb_per_s=5800, tensor_tflops=249),
+        DeviceProfile(name="l40s", num_sms=142, hbm_gb_per_s=780, l2_gb_per_s=5400, tensor_tflops=289),
     )
 }
 
@@ -98,18 +138,19 @@ class PartShape:
     row_indptr: Int64Array
     context: Int64Array
 
+    @property
+    def is_decode(self) -> bool:
+        """One row a request."""
+        return int(self.row_indptr[-1]) == len(self.rows)
+
     def seen(self, tokens: Int64Array) -> Int64Array:
         """Tokens that a row sees on average when the request's last rows are causal."""
         return np.maximum(tokens - self.rows // 2, 0)
 
-    def hbm_tokens(self, l2_tokens: float) -> float:
-        """KV tokens that flat attention reads from HBM: unique ones, and shared ones again that outgrow L2."""
-        forest = self.forest
-        node_tokens = forest.num_pages.astype(np.int64) * self.page_size
-        own = self.context - forest.tail_begin.astype(np.int64) * self.page_size
-        again = node_tokens * (forest.end - forest.begin - 1)
-        missed = np.maximum(1.0 - l2_tokens / np.maximum(node_tokens, 1), 0.0)
-        return float(own.sum() + node_tokens.sum()) + float((again * missed).sum())
+    def unique_tokens(self) -> int:
+        """KV tokens that must come from HBM at least once."""
+        own = self.context - self.forest.tail_begin.astype(np.int64) * self.page_size
+        return int(own.sum()) + int(self.forest.num_pages.astype(np.int64).sum()) * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +161,13 @@ class Launch:
         rows: int64[num_groups], query rows.
         tokens: int64[num_groups], KV tokens that a row of the group sees, on average.
         num_empty: groups without KV beside these.
-        hbm_tokens: tokens of KV that come from HBM rather than from L2.
+        hbm_tokens: KV tokens that come from HBM; repeated reads come from L2.
     """
 
     rows: Int64Array
     tokens: Int64Array
     num_empty: int
-    hbm_tokens: float
+    hbm_tokens: int
 
 
 class CostModel:
@@ -139,12 +180,15 @@ class CostModel:
         self.hbm_us_per_token = config.kv_token_bytes / (p.hbm_gb_per_s * 1e3)
         l2_us = config.kv_token_bytes / heads * p.num_sms / (p.l2_gb_per_s * 1e3)
         sm_flops_per_us = p.tensor_tflops * 1e6 / p.num_sms
-        # SM time of one KV token and head under one tile: fed from L2, or computed.
+        # SM time of one KV token and head under one tile: read from L2, or computed.
         self.token_us = tuple(
             max(l2_us, 4.0 * dim * tile / (sm_flops_per_us * share))
             for tile, share in zip(TILES, p.tile_efficiency, strict=True)
         )
-        self.l2_tokens = p.l2_mb * 1e6 / config.kv_token_bytes
+        self._tiles = np.array(TILES)
+        self._block_ps = np.rint(np.array(p.block_us) * 1e6)
+        self._token_ps = np.rint(np.array(self.token_us) * 1e6)
+        self.row_heads_at_128 = config.num_qo_heads * config.head_dim / 128
 
     def tile_index(self, average_packed_rows: float) -> int:
         """FlashInfer's choice: index into TILES."""
@@ -155,72 +199,75 @@ class CostModel:
     def fa2_us(self, launch: Launch) -> float:
         """One fa2 launch over paged KV, with the merge of what it cuts."""
         p, config = self.profile, self.config
-        packed = launch.rows * config.group_size
-        tile = self.tile_index(float(packed.sum()) / (len(packed) + launch.num_empty))
-        tiles = -(-packed // TILES[tile])
-        chunks, longest = self._split(tiles, launch.tokens)
-        blocks = int((tiles * chunks).sum()) * config.num_kv_heads
-        sm_us = blocks * p.block_us[tile]
-        sm_us += int((tiles * launch.tokens).sum()) * config.num_kv_heads * self.token_us[tile]
-        last_block_us = p.block_us[tile] + longest * self.token_us[tile]
-        busy = sm_us / p.num_sms + 0.5 * last_block_us
-        merged = int((launch.rows * chunks * (chunks > 1)).sum()) * config.num_qo_heads
-        return (
-            p.launch_us
-            + _longer(busy, launch.hbm_tokens * self.hbm_us_per_token)
-            + (p.level_us if merged else 0.0)
-            + merged * p.partial_us / p.num_sms
-        )
+        num_rows = int(launch.rows.sum())
+        tile = self.tile_index(num_rows * config.group_size / (len(launch.rows) + launch.num_empty))
+        tiles = -(-(launch.rows * config.group_size) // TILES[tile])
+        blocks, longest, is_cut = self._blocks(tiles, launch.tokens)
+        tokens = int(tiles @ launch.tokens) * config.num_kv_heads
+        busy_us = (blocks * p.block_us[tile] + tokens * self.token_us[tile]) / p.num_sms
+        # Blocks of equal length run in waves; one longer than the others runs on alone.
+        mean = tokens / blocks
+        waves = -(-blocks // (BLOCKS_PER_SM * p.num_sms))
+        alone_us = (mean * waves + longest - mean) * self.token_us[tile] * p.lone_block[tile]
+        us = p.launch_us + _longer(max(busy_us, alone_us), launch.hbm_tokens * self.hbm_us_per_token)
+        if is_cut:
+            us += p.split_us + num_rows * self.row_heads_at_128 * p.split_row_ns * 1e-3
+        return us
 
-    def _split(self, tiles: Int64Array, tokens: Int64Array) -> tuple[Int64Array, int]:
-        """KV pieces of each group, and the longest piece in tokens: FlashInfer's binary search."""
-        page = self.config.page_size
+    def _blocks(self, tiles: Int64Array, tokens: Int64Array) -> tuple[int, int, bool]:
+        """Blocks of a launch, tokens of its longest, and whether KV is cut: FlashInfer's binary search."""
+        page, heads = self.config.page_size, self.config.num_kv_heads
+        budget = BLOCKS_PER_SM * self.profile.num_sms // heads
+        num_tiles, longest = int(tiles.sum()), int(tokens.max())
+        most = max(-(-longest // page), 1)
+        low = max(MIN_SPLIT_TOKENS // page, 1)
+        if num_tiles > budget or low >= most:
+            return num_tiles * heads, longest, False
         pages = np.maximum(-(-tokens // page), 1)
-        longest = int(pages.max())
-        budget = BLOCKS_PER_SM * self.profile.num_sms // self.config.num_kv_heads
-        low, high = min(max(MIN_SPLIT_TOKENS // page, 1), longest), longest
-        if int(tiles.sum()) > budget:
-            low = high
+        high = most
         while low < high:
             middle = (low + high) // 2
-            if int((tiles * -(-pages // middle)).sum()) > budget:
+            if int(tiles @ -(-pages // middle)) > budget:
                 low = middle + 1
             else:
                 high = middle
-        return -(-pages // low), low * page
+        return int(tiles @ -(-pages // low)) * heads, min(low * page, longest), low < most
 
     def flat_us(self, shape: PartShape) -> float:
         """No cascade: every request reads its whole context."""
-        launch = Launch(shape.rows, shape.seen(shape.context), 0, shape.hbm_tokens(self.l2_tokens))
+        launch = Launch(shape.rows, shape.seen(shape.context), 0, shape.unique_tokens())
+        if shape.is_decode:
+            merged_rows = len(shape.rows) * self.row_heads_at_128
+            return self.fa2_us(launch) + merged_rows * self.profile.decode_row_ns * 1e-3
         return min(self.fa2_us(launch), self.fa3_us(launch))
 
-    def levels_us(self, shape: PartShape, cut: Cut) -> float:
-        """FlashInfer's multi-level path: a launch per level, each merged into the result."""
-        total_rows = int(shape.rows.sum())
-        merge_us = self.profile.level_us + total_rows * self.config.num_qo_heads * self.profile.partial_us / self.profile.num_sms
-        forest = shape.forest
-        page_end = forest.page_begin + forest.num_pages
-        us = merge_us * (cut.num_levels - 1)
-        for level in range(cut.num_levels - 1):
-            nodes = np.flatnonzero(cut.kept & (cut.node_level == level))
-            begin, end = forest.begin[nodes], forest.end[nodes]
-            tokens = (page_end[nodes] - cut.node_start[nodes]) * self.config.page_size
-            gaps = int((begin[1:] > end[:-1]).sum()) + int(begin[0] > 0) + int(end[-1] < len(forest.order))
-            launch = Launch(shape.row_indptr[end] - shape.row_indptr[begin], tokens, gaps, float(tokens.sum()))
-            us += min(self.fa2_us(launch), self.fa3_us(launch))
-        own = shape.context - cut.tail_start * self.config.page_size
-        return us + self.fa2_us(Launch(shape.rows, shape.seen(own), 0, float(own.sum())))
-
     def fa3_us(self, launch: Launch) -> float:
-        """One fa3 launch: query heads are not packed, KV is never cut; infinite where there is no fa3."""
+        """One fa3 launch: no packed query heads, no cut KV, one block per SM; infinite where there is no fa3."""
         p, config = self.profile, self.config
         if not p.fa3_efficiency or config.kv_dtype != config.dtype:
             return math.inf
         tiles = -(-launch.rows // TILES[2])
         token_us = 4.0 * config.head_dim * TILES[2] * p.num_sms / (p.tensor_tflops * 1e6 * p.fa3_efficiency)
-        block_us = p.block_us[2] + launch.tokens * token_us
-        busy = float((tiles * block_us).sum()) * config.num_qo_heads / p.num_sms + 0.5 * float(block_us.max())
-        return p.launch_us + _longer(busy, launch.hbm_tokens * self.hbm_us_per_token)
+        blocks = int(tiles.sum()) * config.num_qo_heads
+        mean = int((tiles * launch.tokens).sum()) * config.num_qo_heads / blocks
+        busy_us = (mean * -(-blocks // p.num_sms) + int(launch.tokens.max()) - mean) * token_us
+        return p.launch_us + _longer(busy_us, launch.hbm_tokens * self.hbm_us_per_token)
+
+    def levels_us(self, shape: PartShape, cut: Cut) -> float:
+        """FlashInfer's multi-level path on fa2: a launch per level, each merged into the result."""
+        p, forest, page = self.profile, shape.forest, self.config.page_size
+        merged_rows = int(shape.row_indptr[-1]) * self.row_heads_at_128
+        us = (cut.num_levels - 1) * (p.level_us + merged_rows * p.level_row_ns * 1e-3)
+        page_end = forest.page_begin + forest.num_pages
+        for level in range(cut.num_levels - 1):
+            nodes = np.flatnonzero(cut.kept & (cut.node_level == level))
+            begin, end = forest.begin[nodes], forest.end[nodes]
+            tokens = (page_end[nodes] - cut.node_start[nodes]) * page
+            gaps = int((begin[1:] > end[:-1]).sum()) + int(begin[0] > 0) + int(end[-1] < len(forest.order))
+            rows = shape.row_indptr[end] - shape.row_indptr[begin]
+            us += self.fa2_us(Launch(rows, tokens, gaps, int(tokens.sum())))
+        own = shape.context - cut.tail_start * page
+        return us + self.fa2_us(Launch(shape.rows, shape.seen(own), 0, int(own.sum())))
 
     def fold_costs(self, shape: PartShape) -> FoldCosts:
         """What the segments over a part's forest cost, each on its own, for three weights of a level."""
@@ -236,9 +283,11 @@ class CostModel:
         def at_nodes(values: NDArray[Any]) -> NDArray[Any]:
             return np.bincount(node, values[inside], forest.num_nodes)
 
-        level_ps = (p.launch_us + p.level_us) * p.num_sms * 1e6 / int(shape.rows.sum())
-        partial_ps = 1e6 * p.partial_us * config.num_qo_heads
-        weights = np.rint(partial_ps + level_ps * np.array([0.25, 1.0, 4.0]))
+        # A level's fixed time, spread over the rows: too little for a node that is alone at its level, too much
+        # for one of many.
+        level_ps = (p.launch_us + p.level_us) * p.num_sms * 1e6 / int(shape.row_indptr[-1])
+        partial_ps = self.row_heads_at_128 * p.level_row_ns * p.num_sms * 1e3
+        weights = np.rint(partial_ps + level_ps * np.array(LEVEL_WEIGHTS))
         return FoldCosts(
             node_fixed=fixed * heads,
             node_per_page=per_token * heads * page,
@@ -253,10 +302,8 @@ class CostModel:
         tile = (packed > TILES[0]).astype(np.int64)
         if self.config.head_dim < 256:  # noqa: PLR2004 - FlashInfer's own limit
             tile += packed > TILES[1]
-        tiles = -(-packed // np.array(TILES)[tile])
-        fixed = np.rint(np.array(self.profile.block_us) * 1e6)
-        per_token = np.rint(np.array(self.token_us) * 1e6)
-        return tiles * fixed[tile], tiles * per_token[tile]
+        tiles = -(-packed // self._tiles[tile])
+        return tiles * self._block_ps[tile], tiles * self._token_ps[tile]
 
 
 def _longer(a: float, b: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashinfer_cascade.batch import Int64Array
+from flashinfer_cascade.csr import Int64Array, run_starts
 from flashinfer_cascade.forest import PrefixForest
 
 BoolArray = NDArray[np.bool_]
@@ -51,6 +51,13 @@ def cut_at(forest: PrefixForest, kept: BoolArray) -> Cut:
     tail_start[inside] = np.where(kept[node], page_end[node], start[node])
     num_levels = 1 + int(level[kept].max() + 1) if kept.any() else 1
     return Cut(kept, start, level, tail_start, num_levels)
+
+
+def no_cut(forest: PrefixForest) -> Cut:
+    """Flat: every request's whole context is its own segment."""
+    zeros = np.zeros(max(forest.num_nodes, len(forest.order)), np.int64)
+    nodes, requests = zeros[: forest.num_nodes], zeros[: len(forest.order)]
+    return Cut(nodes.astype(np.bool_), nodes, nodes, requests, 1)
 
 
 def _by_depth(forest: PrefixForest) -> list[tuple[int, int]]:
@@ -108,7 +115,7 @@ def best_cuts(forest: PrefixForest, costs: FoldCosts) -> BoolArray:
         below = np.repeat(tails[:, None, :], num_candidates, axis=1)
         if len(child_cost):
             parent = forest.parent[slice(*ranges_by_depth[depth + 1])] - low
-            first = np.flatnonzero(np.concatenate(([True], parent[1:] != parent[:-1])))
+            first = run_starts(parent)
             below[parent[first]] += np.add.reduceat(child_cost, first, axis=0)
         own = costs.node_fixed[low:high, None] + costs.node_per_page[low:high, None] * pages[depth][:, :-1]
         kept_cost = own[:, None, :] + (costs.partial[:, low:high].T[:, :, None] + below[:, :, -1:])

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashinfer_cascade.batch import INDEX_SLACK, Batch, Int32Array, Int64Array, ranges
+from flashinfer_cascade.batch import INDEX_SLACK, Batch
+from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges, run_lengths, run_starts
 
 FIRST_WINDOW = 32
 """Pages compared at once when a node's run is measured; grows fourfold up to INDEX_SLACK."""
@@ -75,18 +76,18 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
     while len(begin) and count > 1:
         positions = ranges(begin, size)
         members = order[positions]
-        group = np.repeat(np.arange(len(begin)), size)
+        group = np.arange(len(begin)).repeat(size)
         label = _label_by_next_page(batch, members, group, depth, limits)
         if (label[1:] < label[:-1]).any():
-            members = members[np.argsort(label, kind="stable")]
+            members = members[label.argsort(kind="stable")]
             order[positions] = members
             label.sort()
-        first = np.flatnonzero(np.concatenate(([True], label[1:] != label[:-1])))
-        part_size = np.diff(first, append=len(label))
+        first = run_starts(label)
+        part_size = run_lengths(first, len(label))
         shared = part_size > 1
         if not shared.any():
             break
-        in_shared = np.repeat(shared, part_size)
+        in_shared = shared.repeat(part_size)
         first, size = first[shared], part_size[shared]
         above = group[first]
         begin, parent, depth = positions[first], parent[above], depth[above]
@@ -97,8 +98,8 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         num_nodes += len(begin)
         depth, parent = depth + run, ids
         covered = positions[in_shared]
-        tail_node[covered] = np.repeat(ids, size)
-        tail_begin[covered] = np.repeat(depth, size)
+        tail_node[covered] = ids.repeat(size)
+        tail_begin[covered] = depth.repeat(size)
         level += 1
 
     columns = [np.concatenate(c).astype(np.int32) for c in zip(*found, strict=True)] if found else []
@@ -118,9 +119,9 @@ def _label_by_next_page(
     key = np.where(at >= limits[members], -1 - members, (group << 32) | page)
     by_key = key.argsort(kind="stable")
     key = key[by_key]
-    first = np.flatnonzero(np.concatenate(([True], key[1:] != key[:-1])))
+    first = run_starts(key)
     label = np.empty_like(key)
-    label[by_key] = by_key[first].repeat(np.diff(first, append=len(key)))
+    label[by_key] = by_key[first].repeat(run_lengths(first, len(key)))
     return label
 
 
@@ -132,25 +133,29 @@ def _common_run(
     Neighbours within a group are compared window by window; a group is done at its first mismatch or at its
     shortest member's limit.
     """
-    first = np.cumsum(size) - size
+    first = indptr(size)[:-1]
     room = np.minimum.reduceat(limits, first) - depth
     run = np.zeros(len(size), np.int64)
     live = np.arange(len(size))
-    at = starts + np.repeat(depth, size)
+    at = starts + depth.repeat(size)
     window = FIRST_WINDOW
-    while len(live):
+    while True:
         width = min(window, int((room - run)[live].max()))
         pages = _windows(batch.kv_indices, width)[at]
+        # Pages on which each member agrees with the next one; the last of a group has no next one.
         differs = pages[1:] != pages[:-1]
         where = differs.argmax(axis=1)
-        same = np.where(differs[np.arange(len(where)), where], where, width)
-        same = np.append(same, width)
-        last = np.cumsum(size) - 1
-        same[last] = width
-        agreed = np.minimum.reduceat(same, last + 1 - size)
+        same = np.full(len(at), width)
+        some = differs[np.arange(len(where)), where].nonzero()[0]
+        same[some] = where[some]
+        ends = indptr(size)
+        same[ends[1:] - 1] = width
+        agreed = np.minimum.reduceat(same, ends[:-1])
         run[live] = np.minimum(run[live] + agreed, room[live])
         more = (agreed == width) & (run[live] < room[live])
-        at = at[np.repeat(more, size)] + width
+        if not more.any():
+            break
+        at = at[more.repeat(size)] + width
         live, size = live[more], size[more]
         window = min(4 * window, INDEX_SLACK)
     return run

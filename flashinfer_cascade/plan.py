@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from flashinfer_cascade.batch import Int32Array, ranges
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig
+from flashinfer_cascade.csr import Int32Array, indptr, ranges
 from flashinfer_cascade.errors import BackendUnavailableError, CapacityError
 from flashinfer_cascade.forest import PrefixForest
 
@@ -211,7 +211,7 @@ class CascadePlan:
     @property
     def seg_row_indptr(self) -> Int32Array:
         """int32[num_segments + 1], into `seg_rows`."""
-        return np.concatenate(([0], np.cumsum(self.seg_num_rows))).astype(np.int32)
+        return indptr(self.seg_num_rows).astype(np.int32)
 
     @property
     def seg_rows(self) -> Int32Array:
@@ -260,7 +260,7 @@ class CascadePlan:
         last_page_len[group] = np.where(kv_len > 0, (kv_len - 1) % self.config.page_size + 1, 0)
         return Level(
             qo_indptr.astype(np.int32),
-            np.concatenate(([0], np.cumsum(page_counts))).astype(np.int32),
+            indptr(page_counts).astype(np.int32),
             self.seg_pages[ranges(self.seg_page_indptr[segs], np.diff(self.seg_page_indptr)[segs])],
             last_page_len,
         )

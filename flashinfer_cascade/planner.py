@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashinfer_cascade.batch import Batch, Int32Array, Int64Array, make_batch, ranges
+from flashinfer_cascade.batch import Batch, make_batch
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
 from flashinfer_cascade.cost import PROFILES, CostModel, DeviceProfile, PartShape, round_tokens
+from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.errors import UnsupportedError
-from flashinfer_cascade.fold import BoolArray, Cut, best_cuts, cut_at
+from flashinfer_cascade.fold import BoolArray, Cut, best_cuts, cut_at, no_cut
 from flashinfer_cascade.forest import PrefixForest, build_forest
 from flashinfer_cascade.plan import CascadePlan, Executor, PartName, PlanCapacity, PlanPart, capacity_error
 
@@ -96,14 +97,13 @@ class CascadePlanner:
             forest=forest,
             page_size=page,
             rows=rows,
-            row_indptr=np.concatenate(([0], np.cumsum(rows))),
+            row_indptr=indptr(rows),
             context=shared + round_tokens(seq_lens - shared),
         )
-        flat_cut = cut_at(forest, np.zeros(forest.num_nodes, np.bool_))
         flat_us = self._cost.flat_us(shape)
 
         def flat(reason: str, **others: float) -> _Choice:
-            return _Choice(name, "flat", reason, forest, flat_cut, {"flat": flat_us, **others})
+            return _Choice(name, "flat", reason, forest, no_cut(forest), {"flat": flat_us, **others})
 
         policy, window = self.policy, self.config.window_left
         if policy.executor == "flat":
@@ -176,8 +176,8 @@ class CascadePlanner:
         order = np.concatenate([choice.forest.order for choice in choices]).astype(np.int64)
         identity = bool((order[1:] > order[:-1]).all())
         qo_lens = batch.qo_lens[order]
-        qo_indptr = np.concatenate(([0], np.cumsum(qo_lens)))
-        row_order = None if identity else ranges((np.cumsum(batch.qo_lens) - batch.qo_lens)[order], qo_lens)
+        qo_indptr = indptr(qo_lens)
+        row_order = None if identity else ranges(indptr(batch.qo_lens)[order], qo_lens)
         seq_lens = batch.seq_lens[order]
         row_pos = ranges(np.where(seq_lens > 0, seq_lens - qo_lens, -1), qo_lens)
         row_pos[np.repeat(seq_lens == 0, qo_lens)] = -1
@@ -218,7 +218,7 @@ class CascadePlanner:
             qo_indptr=qo_indptr.astype(np.int32),
             seg_row_begin=row_begin.astype(np.int32),
             seg_num_rows=num_rows.astype(np.int32),
-            seg_page_indptr=np.concatenate(([0], np.cumsum(page_counts))).astype(np.int32),
+            seg_page_indptr=indptr(page_counts).astype(np.int32),
             seg_pages=_gather_runs(batch, page_from, page_counts),
             seg_kv_start=kv_start.astype(np.int32),
             seg_kv_len=kv_len.astype(np.int32),
@@ -284,7 +284,7 @@ def _gather_runs(batch: Batch, starts: Int64Array, counts: Int64Array) -> Int32A
     pages, ends = batch.kv_indices, starts + counts
     if starts[0] == 0 and (starts[1:] == ends[:-1]).all():
         return pages[: ends[-1]]
-    if ends[-1] > SLICE_COPY_PAGES * len(starts):
+    if counts.sum() > SLICE_COPY_PAGES * len(starts):
         return np.concatenate([pages[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
     return pages[ranges(starts, counts)]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flashinfer_cascade import CapacityError, CascadeConfig, CsrTables, InvalidBatchError
-from flashinfer_cascade.batch import INDEX_SLACK, make_batch, ranges
+from flashinfer_cascade.batch import INDEX_SLACK, make_batch
 
 TABLES = [[5, 3, 9], [5, 3], [7]]
 SEQ_LENS = [9, 8, 1]
@@ -177,7 +177,3 @@ def _seconds(call):
     call()
     return time.perf_counter() - start
 
-
-def test_ranges():
-    assert ranges(np.array([3, 10, 5]), np.array([2, 0, 3])).tolist() == [3, 4, 5, 6, 7]
-    assert ranges(np.array([], int), np.array([], int)).tolist() == []
