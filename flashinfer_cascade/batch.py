@@ -69,7 +69,8 @@ class Batch:
         A page is shared only when it was full before this step, so that no row can see a token at or behind
         its own position through it: ``floor((seq_len - qo_len) / page_size)``.
         """
-        return np.maximum(self.seq_lens - self.qo_lens, 0) // self.page_size
+        computed: Int64Array = np.maximum(self.seq_lens - self.qo_lens, 0)
+        return computed // self.page_size
 
 
 def make_batch(config: CascadeConfig, block_tables: Any, seq_lens: Any, qo_lens: Any = None) -> Batch:
@@ -118,16 +119,13 @@ def _query_lens(config: CascadeConfig, lens: Int64Array, qo_lens: Any) -> Int64A
     else:
         rows = _int_vector("qo_lens", qo_lens)
         if len(rows) != len(lens):
-            raise InvalidBatchError(
-                f"qo_lens has {len(rows)} entries for {len(lens)} seq_lens: give one per request"
-            )
+            raise InvalidBatchError(f"qo_lens has {len(rows)} entries for {len(lens)} seq_lens: give one per request")
         _check_range("qo_lens", rows, 1, MAX_INT32, "leave requests without a row out of the batch")
         bad = np.flatnonzero((rows > lens) & (lens > 0))
         if len(bad):
             r = int(bad[0])
             raise InvalidBatchError(
-                f"qo_lens[{r}] = {rows[r]} exceeds seq_lens[{r}] = {lens[r]}: "
-                "seq_lens counts the step's new tokens too"
+                f"qo_lens[{r}] = {rows[r]} exceeds seq_lens[{r}] = {lens[r]}: seq_lens counts the step's new tokens too"
             )
     if (total := int(rows.sum())) > config.max_num_rows:
         raise CapacityError(
@@ -186,7 +184,7 @@ def _fill_indices(
     _refuse_gpu("block_tables", tables)
     if isinstance(tables, CsrTables):
         ids = _from_csr(tables, counts, lens, config)
-    elif getattr(tables, "ndim", None) == 2:  # noqa: PLR2004 - rows and columns
+    elif getattr(tables, "ndim", None) == 2:
         ids = _from_padded(_integer_array("block_tables", tables), counts, lens, config)
     elif isinstance(tables, (str, bytes)) or not hasattr(tables, "__len__"):
         raise InvalidBatchError(

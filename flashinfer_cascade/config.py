@@ -56,9 +56,7 @@ class CascadeConfig(BaseModel):
     kv_dtype: _DtypeName = Field(
         default="", description="of the KV cache: dtype (the default), float8_e4m3fn or float8_e5m2"
     )
-    kv_layout: Literal["NHD", "HND"] = Field(
-        default="NHD", description="order of token, head and dim in a page"
-    )
+    kv_layout: Literal["NHD", "HND"] = Field(default="NHD", description="order of token, head and dim in a page")
     sm_scale: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="softmax scale; None is head_dim ** -0.5"
     )
@@ -72,9 +70,7 @@ class CascadeConfig(BaseModel):
         description="a query sees this many tokens to its left; -1 is all. "
         "A batch whose contexts outgrow the window is never cascaded",
     )
-    pos_encoding_mode: str = Field(
-        default="NONE", description="NONE only: apply RoPE to q and k before attention"
-    )
+    pos_encoding_mode: str = Field(default="NONE", description="NONE only: apply RoPE to q and k before attention")
     max_batch_size: _Int = Field(default=256, ge=1, le=MAX_INT32, description="requests in a batch")
     max_num_rows: _Int = Field(
         default=0, ge=0, le=MAX_INT32, description="query tokens in a batch; 0 is max(max_batch_size, 8192)"
@@ -89,8 +85,7 @@ class CascadeConfig(BaseModel):
         default=0,
         ge=0,
         le=MAX_INT32,
-        description="page ids over all block tables of a batch, each bounded by its seq_len; "
-        "0 is 4 * max_kv_pages",
+        description="page ids over all block tables of a batch, each bounded by its seq_len; 0 is 4 * max_kv_pages",
     )
 
     @model_validator(mode="before")
@@ -117,17 +112,13 @@ class CascadeConfig(BaseModel):
                 "give the head counts of one tensor-parallel rank"
             )
         if self.page_size < 1:
-            raise ValueError(
-                f"page_size={self.page_size} must be at least 1: give the KV cache's tokens per page"
-            )
+            raise ValueError(f"page_size={self.page_size} must be at least 1: give the KV cache's tokens per page")
         if self.dtype not in Q_DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(Q_DTYPES)}: cast q to one of them")
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype={self.kv_dtype!r} must be one of {', '.join(KV_DTYPES)}")
         if self.kv_dtype in Q_DTYPES and self.kv_dtype != self.dtype:
-            raise ValueError(
-                f"kv_dtype={self.kv_dtype!r} with dtype={self.dtype!r}: a 16-bit KV cache has q's dtype"
-            )
+            raise ValueError(f"kv_dtype={self.kv_dtype!r} with dtype={self.dtype!r}: a 16-bit KV cache has q's dtype")
         if self.max_num_rows < self.max_batch_size:
             raise ValueError(
                 f"max_num_rows={self.max_num_rows} is below max_batch_size={self.max_batch_size}: "
@@ -173,12 +164,9 @@ class PlannerPolicy(BaseModel):
 
     executor: Literal["auto", "flat", "levels"] = Field(
         default="auto",
-        description="auto lets the cost model choose; flat never cascades; levels cascades wherever pages "
-        "are shared",
+        description="auto lets the cost model choose; flat never cascades; levels cascades wherever pages are shared",
     )
-    max_levels: _Int = Field(
-        default=8, ge=2, le=64, description="most levels of a plan, the requests' own KV included"
-    )
+    max_levels: _Int = Field(default=8, ge=2, le=64, description="most levels of a plan, the requests' own KV included")
     fold: bool = Field(
         default=True,
         description="merge nodes too small to pay into their descendants; False keeps every node that "

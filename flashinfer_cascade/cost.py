@@ -55,9 +55,7 @@ class DeviceProfile(BaseModel):
     fa3_efficiency: float = Field(
         default=0.0, ge=0, le=1, description="share that fa3's 128-row tiles reach; 0: no fa3 on this device"
     )
-    block_us: _Triple = Field(
-        default=(2.9, 2.5, 1.4), description="SM time of a block apart from its tokens"
-    )
+    block_us: _Triple = Field(default=(2.9, 2.5, 1.4), description="SM time of a block apart from its tokens")
     lone_block: _Triple = Field(
         default=(2.0, 0.65, 1.1),
         description="time a token takes in one block, however idle the GPU, in units of its SM time",
@@ -145,7 +143,8 @@ class PartShape:
 
     def seen(self, tokens: Int64Array) -> Int64Array:
         """Tokens that a row sees on average when the request's last rows are causal."""
-        return np.maximum(tokens - self.rows // 2, 0)
+        seen: Int64Array = np.maximum(tokens - self.rows // 2, 0)
+        return seen
 
     def unique_tokens(self) -> int:
         """KV tokens that must come from HBM at least once."""
@@ -192,7 +191,7 @@ class CostModel:
 
     def tile_index(self, average_packed_rows: float) -> int:
         """FlashInfer's choice: index into TILES."""
-        if average_packed_rows > TILES[1] and self.config.head_dim < 256:  # noqa: PLR2004 - its own limit
+        if average_packed_rows > TILES[1] and self.config.head_dim < 256:
             return 2
         return 1 if average_packed_rows > TILES[0] else 0
 
@@ -300,7 +299,7 @@ class CostModel:
         """Picoseconds on one SM of a segment's blocks over one KV head: fixed, and per token."""
         packed = rows * self.config.group_size
         tile = (packed > TILES[0]).astype(np.int64)
-        if self.config.head_dim < 256:  # noqa: PLR2004 - FlashInfer's own limit
+        if self.config.head_dim < 256:
             tile += packed > TILES[1]
         tiles = -(-packed // self._tiles[tile])
         return tiles * self._block_ps[tile], tiles * self._token_ps[tile]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ def _by_depth(forest: PrefixForest) -> list[tuple[int, int]]:
     if not forest.num_nodes:
         return [(0, 0)]
     bounds = np.searchsorted(forest.depth, np.arange(int(forest.depth[-1]) + 2)).tolist()
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ FIRST_WINDOW = 32
 
 @dataclass(frozen=True, slots=True)
 class PrefixForest:
-    """A trie over page ids, its one-child chains contracted: each node is a maximal run of pages shared by the
-    same two or more requests.
+    """A trie over page ids: each node is a maximal run of pages shared by the same two or more requests.
 
     Nodes are numbered parents first, and siblings by their first request. Requests are ordered so that every
     node covers a contiguous run of them; with the sharing requests side by side in the batch already, that
@@ -65,7 +64,7 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
     count = len(order)
     tail_node = np.full(count, -1, np.int64)
     tail_begin = np.zeros(count, np.int64)
-    found: list[tuple[Int64Array, ...]] = []
+    found: list[Int64Array] = []
     num_nodes = 0
 
     # Groups of two or more requests that agree on their first `depth` pages, each a run of positions. A round
@@ -94,7 +93,7 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         members = members[in_shared]
         run = _common_run(batch, starts[members], limits[members], depth, size)
         ids = np.arange(num_nodes, num_nodes + len(begin))
-        found.append((parent, np.full(len(begin), level), begin, begin + size, depth, run))
+        found.append(np.stack((parent, np.full(len(begin), level), begin, begin + size, depth, run)))
         num_nodes += len(begin)
         depth, parent = depth + run, ids
         covered = positions[in_shared]
@@ -102,9 +101,18 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         tail_begin[covered] = depth.repeat(size)
         level += 1
 
-    columns = [np.concatenate(c).astype(np.int32) for c in zip(*found, strict=True)] if found else []
-    nodes = columns or [np.empty(0, np.int32)] * 6
-    return PrefixForest(order.astype(np.int32), *nodes, tail_node.astype(np.int32), tail_begin.astype(np.int32))
+    node = np.concatenate(found, axis=1) if found else np.empty((6, 0), np.int64)
+    return PrefixForest(
+        order=order.astype(np.int32),
+        parent=node[0].astype(np.int32),
+        depth=node[1].astype(np.int32),
+        begin=node[2].astype(np.int32),
+        end=node[3].astype(np.int32),
+        page_begin=node[4].astype(np.int32),
+        num_pages=node[5].astype(np.int32),
+        tail_node=tail_node.astype(np.int32),
+        tail_begin=tail_begin.astype(np.int32),
+    )
 
 
 def _label_by_next_page(

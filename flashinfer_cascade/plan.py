@@ -276,9 +276,7 @@ class CascadePlan:
             num_slots=max(len(level.kv_last_page_len) for level in self.levels()),
         )
 
-    def to_flashinfer(
-        self, num_levels: int | None = None, slots: int | Sequence[int] | None = None
-    ) -> dict[str, Any]:
+    def to_flashinfer(self, num_levels: int | None = None, slots: int | Sequence[int] | None = None) -> dict[str, Any]:
         """Keyword arguments of ``flashinfer.MultiLevelCascadeAttentionWrapper.plan``, for ``q[row_order]``.
 
         All tensors are int32 on the CPU, where FlashInfer reads them without waiting for the GPU.

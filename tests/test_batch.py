@@ -76,7 +76,7 @@ def test_torch_tensors():
 
 def test_tensors_on_another_device_are_refused_without_a_copy():
     torch = pytest.importorskip("torch")
-    with pytest.raises(InvalidBatchError, match="block_tables lies on meta.*CPU copy"):
+    with pytest.raises(InvalidBatchError, match=r"block_tables lies on meta.*CPU copy"):
         make_batch(config(), torch.zeros(3, 3, dtype=torch.int32, device="meta"), SEQ_LENS)
     with pytest.raises(InvalidBatchError, match="seq_lens lies on meta"):
         make_batch(config(), TABLES, torch.zeros(3, dtype=torch.int32, device="meta"))
@@ -159,9 +159,7 @@ def test_capacities():
 
 
 def test_a_million_page_request():
-    batch = make_batch(
-        config(max_kv_pages=2**21, max_kv_indices=2**21, page_size=1), [np.arange(10**6)], [10**6]
-    )
+    batch = make_batch(config(max_kv_pages=2**21, max_kv_indices=2**21, page_size=1), [np.arange(10**6)], [10**6])
     assert batch.num_pages == 10**6
 
 
@@ -176,4 +174,3 @@ def _seconds(call):
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-

@@ -23,9 +23,7 @@ def test_defaults():
 
 def test_numpy_ints_and_torch_dtypes_are_taken():
     torch = pytest.importorskip("torch")
-    c = CascadeConfig(
-        **(GOOD | {"page_size": np.int32(16), "dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn})
-    )
+    c = CascadeConfig(**(GOOD | {"page_size": np.int32(16), "dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn}))
     assert (c.page_size, c.dtype, c.kv_dtype) == (16, "bfloat16", "float8_e4m3fn")
     assert CascadeConfig(**(GOOD | {"dtype": np.dtype("float16")})).dtype == "float16"
 

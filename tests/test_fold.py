@@ -20,7 +20,9 @@ def forest_of(tables):
 
 @st.composite
 def forests(draw):
-    tables = [[*draw(st.lists(st.integers(0, 2), min_size=1, max_size=5)), 100 + r] for r in range(draw(st.integers(2, 8)))]
+    tables = [
+        [*draw(st.lists(st.integers(0, 2), min_size=1, max_size=5)), 100 + r] for r in range(draw(st.integers(2, 8)))
+    ]
     return forest_of(tables)
 
 

@@ -137,7 +137,7 @@ def test_padding_to_the_shape_of_a_captured_wrapper():
         [16, 0, 0],
         [1, 16, 1, 16, 0, 0],
     ]
-    assert [t.tolist() for t in arguments["paged_kv_indptr_arr"]][0] == [0, 0]
+    assert arguments["paged_kv_indptr_arr"][0].tolist() == [0, 0]
     assert all(len(t) == 8 for t in three_levels().to_flashinfer(slots=8)["paged_kv_last_page_len"])
 
 

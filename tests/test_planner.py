@@ -1,8 +1,6 @@
 """Whole plans: the rules of correctness, the choices, and hostile or odd batches."""
 
-import hashlib
 import os
-import pickle
 import subprocess
 import sys
 
@@ -151,9 +149,7 @@ def test_rules_hold_for_any_batch_and_policy(batch, policy):
 def test_a_capacity_is_met_or_refused(batch, segments, partials):
     page_size, tables, seq_lens, qo_lens = batch
     planner = CascadePlanner(config(page_size=page_size), FORCED)
-    flat = CascadePlanner(config(page_size=page_size), PlannerPolicy(executor="flat")).plan(
-        tables, seq_lens, qo_lens
-    )
+    flat = CascadePlanner(config(page_size=page_size), PlannerPolicy(executor="flat")).plan(tables, seq_lens, qo_lens)
     capacity = PlanCapacity(
         num_segments=len(tables) + segments - 1,
         num_partials=flat.num_rows + partials - 1,
@@ -351,10 +347,6 @@ def test_a_profile_of_ones_own_changes_the_choice():
     assert CascadePlanner(config(), profile=slow).plan(tables, seq_lens).parts[0].executor == "flat"
 
 
-def digest(plan):
-    return hashlib.sha256(pickle.dumps([a for a in plan._arrays()])).hexdigest()
-
-
 SCRIPT = """
 import sys
 sys.path[:0] = {path!r}
@@ -366,7 +358,7 @@ plan = CascadePlanner(
     CascadeConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16"),
     PlannerPolicy(executor="levels"),
 ).plan(tables, [16 * len(t) for t in tables])
-print(hashlib.sha256(pickle.dumps([a for a in plan._arrays()])).hexdigest())
+print(hashlib.sha256(pickle.dumps(list(plan._arrays()))).hexdigest())
 """
 
 
