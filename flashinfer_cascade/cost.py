@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.config import CascadeConfig
-from flashinfer_cascade.csr import Int64Array
-from flashinfer_cascade.fold import Cut, FoldCosts
+from flashinfer_cascade.csr import Int64Array, indptr
+from flashinfer_cascade.fold import Cut, FoldCosts, no_cut
 from flashinfer_cascade.forest import PrefixForest
+
+Backend = Literal["fa2", "fa2_uncut", "fa3"]
+"""A FlashInfer kernel: fa2 cuts KV where blocks are few, fa2_uncut never does; fa3 needs a Hopper GPU."""
 
 TILES = (16, 64, 128)
 """Query rows (times group size) that an fa2 block can take."""
@@ -30,6 +34,9 @@ TILES = (16, 64, 128)
 BLOCKS_PER_SM = 2
 MIN_SPLIT_TOKENS = 128
 """FlashInfer never cuts KV into shorter pieces."""
+
+FA3_MIN_ROWS = 8
+"""Groups of fewer rows on average waste too much of fa3's 128-row tile to be worth predicting."""
 
 LEVEL_WEIGHTS = (0.25, 1.0, 4.0)
 """Each weight of a level's fixed time gives one candidate cascade; the whole model then compares them."""
@@ -55,6 +62,7 @@ class DeviceProfile(BaseModel):
     fa3_efficiency: float = Field(
         default=0.0, ge=0, le=1, description="share that fa3's 128-row tiles reach; 0: no fa3 on this device"
     )
+    fa3_block_us: float = Field(default=2.4, ge=0, allow_inf_nan=False, description="block_us of fa3")
     block_us: _Triple = Field(default=(2.9, 2.5, 1.4), description="SM time of a block apart from its tokens")
     lone_block: _Triple = Field(
         default=(2.0, 0.65, 1.1),
@@ -65,17 +73,9 @@ class DeviceProfile(BaseModel):
     split_row_ns: float = Field(
         default=2.4, ge=0, allow_inf_nan=False, description="and per row and query head at head_dim 128"
     )
-    level_us: float = Field(
-        default=4.9, ge=0, allow_inf_nan=False, description="fixed time of each further level: fills and merge"
-    )
-    level_row_ns: float = Field(
-        default=0.28, ge=0, allow_inf_nan=False, description="and per row and query head at head_dim 128"
-    )
-    decode_row_ns: float = Field(
-        default=0.58,
-        ge=0,
-        allow_inf_nan=False,
-        description="merge of flat decode in CUDA graphs, where FlashInfer always merges; per row and query head",
+    merge_us: float = Field(default=2.5, ge=0, allow_inf_nan=False, description="fixed time of merging all levels")
+    merge_row_ns: float = Field(
+        default=0.09, ge=0, allow_inf_nan=False, description="and per row, query head and level at head_dim 128"
     )
 
 
@@ -90,7 +90,7 @@ PROFILES: dict[str, DeviceProfile] = {
             hbm_gb_per_s=4330,
             l2_gb_per_s=9870,
             tensor_tflops=790,
-            fa3_efficiency=0.77,
+            fa3_efficiency=0.79,
         ),
         DeviceProfile(
             name="h100",
@@ -98,7 +98,7 @@ PROFILES: dict[str, DeviceProfile] = {
             hbm_gb_per_s=3020,
             l2_gb_per_s=9870,
             tensor_tflops=790,
-            fa3_efficiency=0.77,
+            fa3_efficiency=0.79,
         ),
         DeviceProfile(name="a100", num_sms=108, hbm_gb_per_s=1840, l2_gb_per_s=5800, tensor_tflops=249),
         DeviceProfile(name="l40s", num_sms=142, hbm_gb_per_s=780, l2_gb_per_s=5400, tensor_tflops=289),
@@ -136,10 +136,13 @@ class PartShape:
     row_indptr: Int64Array
     context: Int64Array
 
-    @property
-    def is_decode(self) -> bool:
-        """One row a request."""
-        return int(self.row_indptr[-1]) == len(self.rows)
+    @classmethod
+    def of(cls, batch: Batch, forest: PrefixForest) -> PartShape:
+        """The shape of a batch, or of the part of it that the forest is over."""
+        shared = forest.tail_begin.astype(np.int64) * batch.page_size
+        rows = batch.qo_lens[forest.order]
+        own = round_tokens(batch.seq_lens[forest.order] - shared)
+        return cls(forest, batch.page_size, rows, indptr(rows), shared + own)
 
     def seen(self, tokens: Int64Array) -> Int64Array:
         """Tokens that a row sees on average when the request's last rows are causal."""
@@ -195,13 +198,31 @@ class CostModel:
             return 2
         return 1 if average_packed_rows > TILES[0] else 0
 
+    def best_launch(self, launch: Launch) -> tuple[float, Backend]:
+        """Predicted microseconds with the fastest backend, and which that is."""
+        num_rows = int(launch.rows.sum())
+        us, is_cut = self._fa2(launch, num_rows, may_cut=True)
+        backend: Backend = "fa2"
+        if is_cut:
+            uncut_us, _ = self._fa2(launch, num_rows, may_cut=False)
+            if uncut_us < us:
+                us, backend = uncut_us, "fa2_uncut"
+        if num_rows >= FA3_MIN_ROWS * len(launch.rows):
+            fa3_us = self.fa3_us(launch)
+            if fa3_us < us:
+                us, backend = fa3_us, "fa3"
+        return us, backend
+
     def fa2_us(self, launch: Launch) -> float:
         """One fa2 launch over paged KV, with the merge of what it cuts."""
+        return self._fa2(launch, int(launch.rows.sum()), may_cut=True)[0]
+
+    def _fa2(self, launch: Launch, num_rows: int, may_cut: bool) -> tuple[float, bool]:
+        """Microseconds, and whether KV is cut."""
         p, config = self.profile, self.config
-        num_rows = int(launch.rows.sum())
         tile = self.tile_index(num_rows * config.group_size / (len(launch.rows) + launch.num_empty))
         tiles = -(-(launch.rows * config.group_size) // TILES[tile])
-        blocks, longest, is_cut = self._blocks(tiles, launch.tokens)
+        blocks, longest, is_cut = self._blocks(tiles, launch.tokens, may_cut)
         tokens = int(tiles @ launch.tokens) * config.num_kv_heads
         busy_us = (blocks * p.block_us[tile] + tokens * self.token_us[tile]) / p.num_sms
         # Blocks of equal length run in waves; one longer than the others runs on alone.
@@ -211,16 +232,16 @@ class CostModel:
         us = p.launch_us + _longer(max(busy_us, alone_us), launch.hbm_tokens * self.hbm_us_per_token)
         if is_cut:
             us += p.split_us + num_rows * self.row_heads_at_128 * p.split_row_ns * 1e-3
-        return us
+        return us, is_cut
 
-    def _blocks(self, tiles: Int64Array, tokens: Int64Array) -> tuple[int, int, bool]:
+    def _blocks(self, tiles: Int64Array, tokens: Int64Array, may_cut: bool) -> tuple[int, int, bool]:
         """Blocks of a launch, tokens of its longest, and whether KV is cut: FlashInfer's binary search."""
         page, heads = self.config.page_size, self.config.num_kv_heads
         budget = BLOCKS_PER_SM * self.profile.num_sms // heads
         num_tiles, longest = int(tiles.sum()), int(tokens.max())
         most = max(-(-longest // page), 1)
         low = max(MIN_SPLIT_TOKENS // page, 1)
-        if num_tiles > budget or low >= most:
+        if not may_cut or num_tiles > budget or low >= most:
             return num_tiles * heads, longest, False
         pages = np.maximum(-(-tokens // page), 1)
         high = most
@@ -232,14 +253,6 @@ class CostModel:
                 high = middle
         return int(tiles @ -(-pages // low)) * heads, min(low * page, longest), low < most
 
-    def flat_us(self, shape: PartShape) -> float:
-        """No cascade: every request reads its whole context."""
-        launch = Launch(shape.rows, shape.seen(shape.context), 0, shape.unique_tokens())
-        if shape.is_decode:
-            merged_rows = len(shape.rows) * self.row_heads_at_128
-            return self.fa2_us(launch) + merged_rows * self.profile.decode_row_ns * 1e-3
-        return min(self.fa2_us(launch), self.fa3_us(launch))
-
     def fa3_us(self, launch: Launch) -> float:
         """One fa3 launch: no packed query heads, no cut KV, one block per SM; infinite where there is no fa3."""
         p, config = self.profile, self.config
@@ -248,25 +261,41 @@ class CostModel:
         tiles = -(-launch.rows // TILES[2])
         token_us = 4.0 * config.head_dim * TILES[2] * p.num_sms / (p.tensor_tflops * 1e6 * p.fa3_efficiency)
         blocks = int(tiles.sum()) * config.num_qo_heads
-        mean = int((tiles * launch.tokens).sum()) * config.num_qo_heads / blocks
-        busy_us = (mean * -(-blocks // p.num_sms) + int(launch.tokens.max()) - mean) * token_us
+        mean = int(tiles @ launch.tokens) * config.num_qo_heads / blocks
+        waves = -(-blocks // p.num_sms)
+        busy_us = waves * p.fa3_block_us + (mean * waves + int(launch.tokens.max()) - mean) * token_us
         return p.launch_us + _longer(busy_us, launch.hbm_tokens * self.hbm_us_per_token)
 
-    def levels_us(self, shape: PartShape, cut: Cut) -> float:
-        """FlashInfer's multi-level path on fa2: a launch per level, each merged into the result."""
-        p, forest, page = self.profile, shape.forest, self.config.page_size
-        merged_rows = int(shape.row_indptr[-1]) * self.row_heads_at_128
-        us = (cut.num_levels - 1) * (p.level_us + merged_rows * p.level_row_ns * 1e-3)
+    def flat(self, shape: PartShape) -> tuple[float, tuple[Backend, ...]]:
+        """No cascade: one launch in which every request reads its whole context."""
+        (launch,) = self.level_launches(shape, no_cut(shape.forest))
+        us, backend = self.best_launch(launch)
+        return us, (backend,)
+
+    def levels(self, shape: PartShape, cut: Cut) -> tuple[float, tuple[Backend, ...]]:
+        """A cascade: a launch per level, each on its fastest backend, and one merge."""
+        p = self.profile
+        best = [self.best_launch(launch) for launch in self.level_launches(shape, cut)]
+        row_heads = int(shape.row_indptr[-1]) * self.row_heads_at_128 * len(best)
+        us = sum(us for us, _ in best) + p.merge_us + row_heads * p.merge_row_ns * 1e-3
+        return us, tuple(backend for _, backend in best)
+
+    def level_launches(self, shape: PartShape, cut: Cut) -> list[Launch]:
+        """The launches of a cut, the most shared level first."""
+        forest, page = shape.forest, self.config.page_size
         page_end = forest.page_begin + forest.num_pages
+        launches = []
         for level in range(cut.num_levels - 1):
             nodes = np.flatnonzero(cut.kept & (cut.node_level == level))
             begin, end = forest.begin[nodes], forest.end[nodes]
             tokens = (page_end[nodes] - cut.node_start[nodes]) * page
             gaps = int((begin[1:] > end[:-1]).sum()) + int(begin[0] > 0) + int(end[-1] < len(forest.order))
             rows = shape.row_indptr[end] - shape.row_indptr[begin]
-            us += self.fa2_us(Launch(rows, tokens, gaps, int(tokens.sum())))
+            launches.append(Launch(rows, tokens, gaps, int(tokens.sum())))
         own = shape.context - cut.tail_start * page
-        return us + self.fa2_us(Launch(shape.rows, shape.seen(own), 0, int(own.sum())))
+        # Runs that several requests read for themselves come from HBM once.
+        unique = shape.unique_tokens() - int(forest.num_pages[cut.kept].sum()) * page
+        return [*launches, Launch(shape.rows, shape.seen(own), 0, unique)]
 
     def fold_costs(self, shape: PartShape) -> FoldCosts:
         """What the segments over a part's forest cost, each on its own, for three weights of a level."""
@@ -284,8 +313,8 @@ class CostModel:
 
         # A level's fixed time, spread over the rows: too little for a node that is alone at its level, too much
         # for one of many.
-        level_ps = (p.launch_us + p.level_us) * p.num_sms * 1e6 / int(shape.row_indptr[-1])
-        partial_ps = self.row_heads_at_128 * p.level_row_ns * p.num_sms * 1e3
+        level_ps = p.launch_us * p.num_sms * 1e6 / int(shape.row_indptr[-1])
+        partial_ps = self.row_heads_at_128 * p.merge_row_ns * p.num_sms * 1e3
         weights = np.rint(partial_ps + level_ps * np.array(LEVEL_WEIGHTS))
         return FoldCosts(
             node_fixed=fixed * heads,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig
+from flashinfer_cascade.cost import Backend
 from flashinfer_cascade.csr import Int32Array, indptr, ranges
 from flashinfer_cascade.errors import BackendUnavailableError, CapacityError
 from flashinfer_cascade.forest import PrefixForest
@@ -80,6 +81,7 @@ class PlanPart:
         row_begin, row_end: its plan rows.
         seg_begin, seg_end: its segments.
         num_levels: levels of its own view, 1 when flat.
+        backends: kernel of each level.
         forest: all sharing found among its requests.
         kept: bool[forest.num_nodes], nodes that end a segment; the others are merged into what lies below.
         predicted_us: predicted GPU time a layer of each candidate, by executor.
@@ -95,6 +97,7 @@ class PlanPart:
     seg_begin: int
     seg_end: int
     num_levels: int
+    backends: tuple[Backend, ...]
     forest: PrefixForest
     kept: np.ndarray[Any, np.dtype[np.bool_]]
     predicted_us: dict[str, float]
@@ -164,8 +167,8 @@ class CascadePlan:
             return NotImplemented
         return (
             self.config == other.config
-            and [(p.name, p.executor, p.seg_end, p.num_levels) for p in self.parts]
-            == [(p.name, p.executor, p.seg_end, p.num_levels) for p in other.parts]
+            and [(p.name, p.executor, p.seg_end, p.backends) for p in self.parts]
+            == [(p.name, p.executor, p.seg_end, p.backends) for p in other.parts]
             and all(
                 a is b or (a is not None and b is not None and np.array_equal(a, b))
                 for a, b in zip(self._arrays(), other._arrays(), strict=True)
@@ -238,15 +241,21 @@ class CascadePlan:
             )
         return [self._level(parts, level - total) for level in range(total)]
 
+    def level_pages(self, part: PlanPart, level: int) -> tuple[int, int]:
+        """Where a level of one part has its page ids: ``levels(part)[level].kv_indices == seg_pages[begin:end]``."""
+        low, high = self._level_segments(part, level)
+        return int(self.seg_page_indptr[low]), int(self.seg_page_indptr[high])
+
+    def _level_segments(self, part: PlanPart, level: int) -> tuple[int, int]:
+        levels = self.seg_level[part.seg_begin : part.seg_end]
+        low, high = np.searchsorted(levels, [level, level + 1]).tolist()
+        return part.seg_begin + low, part.seg_begin + high
+
     def _level(self, parts: Sequence[PlanPart], from_last: int) -> Level:
         """All parts' segments at one level, counted back from the last (-1)."""
         # Segments lie sorted by level within a part, and parts in row order, so these are sorted by row.
-        spans = []
-        for part in parts:
-            levels = self.seg_level[part.seg_begin : part.seg_end]
-            low, high = np.searchsorted(levels, [part.num_levels + from_last, part.num_levels + from_last + 1])
-            spans.append(np.arange(part.seg_begin + low, part.seg_begin + high))
-        segs = np.concatenate(spans)
+        spans = [self._level_segments(part, part.num_levels + from_last) for part in parts]
+        segs = np.concatenate([np.arange(low, high) for low, high in spans])
         row_0, num_rows = parts[0].row_begin, parts[-1].row_end - parts[0].row_begin
         begin = self.seg_row_begin[segs] - row_0
         # Rows between segments form groups without KV.
@@ -261,7 +270,7 @@ class CascadePlan:
         return Level(
             qo_indptr.astype(np.int32),
             indptr(page_counts).astype(np.int32),
-            self.seg_pages[ranges(self.seg_page_indptr[segs], np.diff(self.seg_page_indptr)[segs])],
+            np.concatenate([self.seg_pages[self.seg_page_indptr[a] : self.seg_page_indptr[b]] for a, b in spans]),
             last_page_len,
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashinfer_cascade.batch import Batch, make_batch
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
-from flashinfer_cascade.cost import PROFILES, CostModel, DeviceProfile, PartShape, round_tokens
+from flashinfer_cascade.cost import PROFILES, Backend, CostModel, DeviceProfile, PartShape
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.errors import UnsupportedError
 from flashinfer_cascade.fold import BoolArray, Cut, best_cuts, cut_at, no_cut
@@ -89,26 +89,16 @@ class CascadePlanner:
     def _choose(self, name: PartName, batch: Batch, requests: Int64Array | None) -> _Choice:
         """Decide on one part: its sharing, its segments, its executor."""
         forest = build_forest(batch, requests)
-        page = batch.page_size
-        shared = forest.tail_begin.astype(np.int64) * page
-        rows = batch.qo_lens[forest.order]
-        seq_lens = batch.seq_lens[forest.order]
-        shape = PartShape(
-            forest=forest,
-            page_size=page,
-            rows=rows,
-            row_indptr=indptr(rows),
-            context=shared + round_tokens(seq_lens - shared),
-        )
-        flat_us = self._cost.flat_us(shape)
+        shape = PartShape.of(batch, forest)
+        flat_us, flat_backends = self._cost.flat(shape)
 
         def flat(reason: str, **others: float) -> _Choice:
-            return _Choice(name, "flat", reason, forest, no_cut(forest), {"flat": flat_us, **others})
+            return _Choice(name, "flat", reason, shape, no_cut(forest), flat_backends, {"flat": flat_us, **others})
 
         policy, window = self.policy, self.config.window_left
         if policy.executor == "flat":
             return flat("the policy asks for flat")
-        longest = int(seq_lens.max())
+        longest = int(batch.seq_lens[forest.order].max())
         if 0 <= window < longest - 1:
             if policy.executor == "levels":
                 raise UnsupportedError(
@@ -121,19 +111,19 @@ class CascadePlanner:
         cuts = self._candidate_cuts(shape)
         if not cuts:
             return flat("every shared run is too small to pay for a level")
-        times = [self._cost.levels_us(shape, cut) for cut in cuts]
-        levels_us = min(times)
-        cut = cuts[times.index(levels_us)]
+        rated = [(*self._cost.levels(shape, cut), cut) for cut in cuts]
+        levels_us, backends, cut = min(rated, key=lambda item: item[0])
         predicted = {"flat": flat_us, "levels": levels_us}
         if policy.executor == "levels":
-            return _Choice(name, "levels", "the policy asks for levels", forest, cut, predicted)
+            return _Choice(name, "levels", "the policy asks for levels", shape, cut, backends, predicted)
         gain = flat_us / levels_us
         if gain < policy.min_speedup:
             return flat(
                 f"a cascade is predicted {gain:.2f}x as fast, below min_speedup={policy.min_speedup:g}",
                 levels=levels_us,
             )
-        return _Choice(name, "levels", f"predicted {gain:.2f}x as fast as flat", forest, cut, predicted)
+        reason = f"predicted {gain:.2f}x as fast as flat"
+        return _Choice(name, "levels", reason, shape, cut, backends, predicted)
 
     def _candidate_cuts(self, shape: PartShape) -> list[Cut]:
         forest = shape.forest
@@ -160,7 +150,7 @@ class CascadePlanner:
             refitted, low = [], 0
             for choice in choices:
                 high = low + choice.forest.num_nodes
-                refitted.append(choice.folded_to(kept[low:high]))
+                refitted.append(self._folded_to(choice, kept[low:high]))
                 low = high
             return self._assemble(batch, refitted)
 
@@ -170,6 +160,21 @@ class CascadePlanner:
             raise capacity_error("the flat plan", lacking, "Reserve more, or run this batch eagerly")
         useful = np.concatenate([_usefulness(choice.forest) for choice in choices])
         return plan_with(_drop_until(lambda kept: not capacity.lacks(plan_with(kept).usage()), kept, useful))
+
+    def _folded_to(self, choice: _Choice, kept: BoolArray) -> _Choice:
+        if (kept == choice.cut.kept).all():
+            return choice
+        cut = cut_at(choice.forest, kept)
+        executor: Executor = "levels" if kept.any() else "flat"
+        us, backends = self._cost.levels(choice.shape, cut) if kept.any() else self._cost.flat(choice.shape)
+        return replace(
+            choice,
+            executor=executor,
+            reason=f"merged {int(choice.cut.kept.sum() - kept.sum())} nodes to fit the capacity; {choice.reason}",
+            cut=cut,
+            backends=backends,
+            predicted_us=choice.predicted_us | {executor: us},
+        )
 
     def _assemble(self, batch: Batch, choices: list[_Choice]) -> CascadePlan:
         """Lay out all parts' requests, rows and segments in one set of arrays."""
@@ -200,6 +205,7 @@ class CascadePlanner:
                     seg_begin=seg,
                     seg_end=seg + num,
                     num_levels=choice.cut.num_levels,
+                    backends=choice.backends,
                     forest=choice.forest,
                     kept=choice.cut.kept,
                     predicted_us=choice.predicted_us,
@@ -234,16 +240,14 @@ class _Choice:
     name: PartName
     executor: Executor
     reason: str
-    forest: PrefixForest
+    shape: PartShape
     cut: Cut
+    backends: tuple[Backend, ...]
     predicted_us: dict[str, float]
 
-    def folded_to(self, kept: BoolArray) -> _Choice:
-        if (kept == self.cut.kept).all():
-            return self
-        reason = f"merged {int(self.cut.kept.sum() - kept.sum())} nodes to fit the capacity; {self.reason}"
-        executor: Executor = "levels" if kept.any() else "flat"
-        return replace(self, executor=executor, reason=reason, cut=cut_at(self.forest, kept))
+    @property
+    def forest(self) -> PrefixForest:
+        return self.shape.forest
 
 
 class _Segments(NamedTuple):

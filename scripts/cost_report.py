@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy
+from flashinfer_cascade import CascadeConfig
+from flashinfer_cascade.bench.stock import predict_stock
 from flashinfer_cascade.bench.workloads import tree
 from flashinfer_cascade.cost import PROFILES, CostModel, Launch
 
@@ -37,11 +38,7 @@ def config(heads):
 
 
 def predict_tree(spec, heads):
-    """Flat and, with every node a segment of its own as in the record, levels."""
-    work = tree(spec)
-    planner = CascadePlanner(config(heads), PlannerPolicy(executor="levels", fold=False), profile="h200")
-    predicted = planner.plan(work.block_tables, work.seq_lens).parts[0].predicted_us
-    return {"levels": predicted["flat"]} | predicted
+    return predict_stock(config(heads), PROFILES["h200"], tree(spec))
 
 
 def predict_launch(row):

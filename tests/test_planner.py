@@ -343,7 +343,7 @@ def test_errors_of_construction():
 def test_a_profile_of_ones_own_changes_the_choice():
     tables, seq_lens = tree([64], 8192, 256)
     h200 = CascadePlanner(config()).profile
-    slow = DeviceProfile(**(h200.model_dump() | {"name": "slow levels", "level_us": 10_000.0}))
+    slow = DeviceProfile(**(h200.model_dump() | {"name": "slow merges", "merge_us": 10_000.0}))
     assert CascadePlanner(config(), profile=slow).plan(tables, seq_lens).parts[0].executor == "flat"
 
 
