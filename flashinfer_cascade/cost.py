@@ -25,8 +25,9 @@ from flashinfer_cascade.csr import Int64Array, indptr
 from flashinfer_cascade.fold import Cut, FoldCosts, no_cut
 from flashinfer_cascade.forest import PrefixForest
 
-Backend = Literal["fa2", "fa2_uncut", "fa3"]
-"""A FlashInfer kernel: fa2 cuts KV where blocks are few, fa2_uncut never does; fa3 needs a Hopper GPU."""
+Backend = Literal["fa2", "fa2_uncut", "fa3", "decode"]
+"""A FlashInfer kernel. fa2: tensor cores, KV cut where blocks are few; fa2_uncut: never cut. fa3: Hopper only, for wide
+groups. decode: CUDA cores, one row a group, best for short KV and small group sizes."""
 
 TILES = (16, 64, 128)
 """Query rows (times group size) that an fa2 block can take."""
@@ -38,8 +39,14 @@ MIN_SPLIT_TOKENS = 128
 FA3_MIN_ROWS = 8
 """Groups of fewer rows on average waste too much of fa3's 128-row tile to be worth predicting."""
 
-LEVEL_WEIGHTS = (0.25, 1.0, 4.0)
-"""Each weight of a level's fixed time gives one candidate cascade; the whole model then compares them."""
+DECODE_GROUP_SIZES = (1, 2, 3, 4, 8)
+"""Group sizes that FlashInfer's decode kernel is compiled for, in every version since 0.6."""
+
+DECODE_BLOCKS_PER_SM = 12
+"""More blocks than this and FlashInfer's decode kernel surely does not cut KV; it is considered only then."""
+
+LEVEL_WEIGHTS = (0.5, 2.0)
+"""Each weight of a level's fixed time gives candidate cascades; the whole model then compares them."""
 
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -73,6 +80,14 @@ class DeviceProfile(BaseModel):
     split_row_ns: float = Field(
         default=2.4, ge=0, allow_inf_nan=False, description="and per row and query head at head_dim 128"
     )
+    decode_launch_us: float = Field(default=3.0, ge=0, allow_inf_nan=False, description="launch_us of decode")
+    decode_block_us: tuple[_Positive, _Positive] = Field(
+        default=(0.1, 0.35), description="SM time of a decode block: fixed, and to be divided by the group size"
+    )
+    decode_token_ns: tuple[_Positive, _Positive] = Field(
+        default=(2.0, 5.0), description="SM time of a token in decode: fixed, and per query head, at head_dim 128"
+    )
+    decode_lone_block: _Positive = Field(default=1.8, description="lone_block of decode")
     merge_us: float = Field(default=2.5, ge=0, allow_inf_nan=False, description="fixed time of merging all levels")
     merge_row_ns: float = Field(
         default=0.09, ge=0, allow_inf_nan=False, description="and per row, query head and level at head_dim 128"
@@ -190,6 +205,10 @@ class CostModel:
         self._tiles = np.array(TILES)
         self._block_ps = np.rint(np.array(p.block_us) * 1e6)
         self._token_ps = np.rint(np.array(self.token_us) * 1e6)
+        group = config.group_size
+        self.decode_block_us = p.decode_block_us[0] + p.decode_block_us[1] / group
+        fixed_ns, head_ns = p.decode_token_ns
+        self.decode_token_us = max(l2_us, (fixed_ns + group * head_ns) * 1e-3 * dim / 128)
         self.row_heads_at_128 = config.num_qo_heads * config.head_dim / 128
 
     def tile_index(self, average_packed_rows: float) -> int:
@@ -207,6 +226,10 @@ class CostModel:
             uncut_us, _ = self._fa2(launch, num_rows, may_cut=False)
             if uncut_us < us:
                 us, backend = uncut_us, "fa2_uncut"
+        if num_rows == len(launch.rows) and not launch.num_empty:
+            decode_us = self.decode_us(launch)
+            if decode_us < us:
+                us, backend = decode_us, "decode"
         if num_rows >= FA3_MIN_ROWS * len(launch.rows):
             fa3_us = self.fa3_us(launch)
             if fa3_us < us:
@@ -280,6 +303,19 @@ class CostModel:
         us = sum(us for us, _ in best) + p.merge_us + row_heads * p.merge_row_ns * 1e-3
         return us, tuple(backend for _, backend in best)
 
+    def decode_us(self, launch: Launch) -> float:
+        """One launch of FlashInfer's decode kernel, for one row a group; infinite where it would cut KV."""
+        p, config = self.profile, self.config
+        blocks = len(launch.rows) * config.num_kv_heads
+        longest = int(launch.tokens.max())
+        is_cut = longest > MIN_SPLIT_TOKENS and blocks < DECODE_BLOCKS_PER_SM * p.num_sms
+        if is_cut or config.group_size not in DECODE_GROUP_SIZES:
+            return math.inf
+        tokens = int(launch.tokens.sum()) * config.num_kv_heads
+        busy_us = (blocks * self.decode_block_us + tokens * self.decode_token_us) / p.num_sms
+        alone_us = longest * self.decode_token_us * p.decode_lone_block
+        return p.decode_launch_us + _longer(max(busy_us, alone_us), launch.hbm_tokens * self.hbm_us_per_token)
+
     def level_launches(self, shape: PartShape, cut: Cut) -> list[Launch]:
         """The launches of a cut, the most shared level first."""
         forest, page = shape.forest, self.config.page_size
@@ -298,15 +334,22 @@ class CostModel:
         return [*launches, Launch(shape.rows, shape.seen(own), 0, unique)]
 
     def fold_costs(self, shape: PartShape) -> FoldCosts:
-        """What the segments over a part's forest cost, each on its own, for three weights of a level."""
+        """What the segments over a part's forest cost, each on its own, for several candidates.
+
+        The candidates differ in the weight of a level's fixed time, and in the kernel that the requests' own KV is
+        thought to run on.
+        """
         p, config, forest = self.profile, self.config, shape.forest
         heads, page = config.num_kv_heads, config.page_size
         node_rows = shape.row_indptr[forest.end] - shape.row_indptr[forest.begin]
         fixed, per_token = self._block_costs(node_rows)
-        tail_fixed, tail_per_token = self._block_costs(shape.rows)
         own = shape.context - forest.tail_begin * page
         inside = forest.tail_node >= 0
         node = forest.tail_node[inside]
+        kernels = [self._block_costs(shape.rows)]
+        if config.group_size in DECODE_GROUP_SIZES and int(shape.row_indptr[-1]) == len(shape.rows):
+            one = np.ones(len(shape.rows))
+            kernels.append((one * round(self.decode_block_us * 1e6), one * round(self.decode_token_us * 1e6)))
 
         def at_nodes(values: NDArray[Any]) -> NDArray[Any]:
             return np.bincount(node, values[inside], forest.num_nodes)
@@ -315,12 +358,13 @@ class CostModel:
         # for one of many.
         level_ps = p.launch_us * p.num_sms * 1e6 / int(shape.row_indptr[-1])
         partial_ps = self.row_heads_at_128 * p.merge_row_ns * p.num_sms * 1e3
-        weights = np.rint(partial_ps + level_ps * np.array(LEVEL_WEIGHTS))
+        weights = np.rint(partial_ps + level_ps * np.array(LEVEL_WEIGHTS * len(kernels)))
+        repeats = len(LEVEL_WEIGHTS)
         return FoldCosts(
             node_fixed=fixed * heads,
             node_per_page=per_token * heads * page,
-            tail_fixed=at_nodes((tail_fixed + tail_per_token * own) * heads),
-            tail_per_page=at_nodes(tail_per_token * heads * page),
+            tail_fixed=np.repeat([at_nodes((a + b * own) * heads) for a, b in kernels], repeats, axis=0),
+            tail_per_page=np.repeat([at_nodes(b * heads * page) for _, b in kernels], repeats, axis=0),
             partial=weights[:, None] * node_rows,
         )
 

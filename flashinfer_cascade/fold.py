@@ -76,8 +76,10 @@ class FoldCosts:
     Attributes:
         node_fixed: picoseconds[num_nodes] of a segment over each node's rows, apart from its tokens.
         node_per_page: picoseconds[num_nodes] a page of it costs.
-        tail_fixed: picoseconds[num_nodes], sum over the requests whose deepest node it is: their own KV.
-        tail_per_page: picoseconds[num_nodes], likewise: a page more in each of these requests' own segments.
+        tail_fixed: picoseconds[num_candidates, num_nodes], sum over the requests whose deepest node it is: their own
+            KV.
+        tail_per_page: picoseconds[num_candidates, num_nodes], likewise: a page more in each of these requests' own
+            segments.
         partial: picoseconds[num_candidates, num_nodes] of one more partial result for each row.
     """
 
@@ -89,7 +91,7 @@ class FoldCosts:
 
 
 def best_cuts(forest: PrefixForest, costs: FoldCosts) -> BoolArray:
-    """The cheapest choice of nodes for each candidate cost of a partial: bool[num_candidates, num_nodes].
+    """The cheapest choice of nodes for each candidate: bool[num_candidates, num_nodes].
 
     A node is either kept, so that its rows read its run, together with those of the unkept nodes right above,
     once; or its run passes into every segment below. Exact dynamic programming over (node, depth at which the
@@ -112,8 +114,8 @@ def best_cuts(forest: PrefixForest, costs: FoldCosts) -> BoolArray:
     child_cost = np.empty((0, num_candidates, 0))
     for depth in range(len(ranges_by_depth) - 1, -1, -1):
         low, high = ranges_by_depth[depth]
-        tails = costs.tail_fixed[low:high, None] + costs.tail_per_page[low:high, None] * pages[depth]
-        below = np.repeat(tails[:, None, :], num_candidates, axis=1)
+        fixed, per_page = costs.tail_fixed[:, low:high].T, costs.tail_per_page[:, low:high].T
+        below = fixed[:, :, None] + per_page[:, :, None] * pages[depth][:, None, :]
         if len(child_cost):
             parent = forest.parent[slice(*ranges_by_depth[depth + 1])] - low
             first = run_starts(parent)

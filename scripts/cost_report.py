@@ -32,6 +32,7 @@ def config(heads):
         page_size=16,
         dtype="bfloat16",
         max_batch_size=4096,
+        max_num_rows=2**16,
         max_kv_pages=2**24,
         max_kv_indices=2**26,
     )

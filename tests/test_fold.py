@@ -36,7 +36,7 @@ def total_cost(forest, costs, candidate, kept):
         total += costs.partial[candidate, x]
     for x in range(forest.num_nodes):
         from_page = page_end[x] if kept[x] else cut.node_start[x]
-        total += costs.tail_fixed[x] + costs.tail_per_page[x] * (page_end[x] - from_page)
+        total += costs.tail_fixed[candidate, x] + costs.tail_per_page[candidate, x] * (page_end[x] - from_page)
     return total
 
 
@@ -44,7 +44,7 @@ def total_cost(forest, costs, candidate, kept):
 def test_the_choice_is_the_cheapest_of_all(forest, seed):
     n = forest.num_nodes
     rng = np.random.default_rng(seed)
-    costs = FoldCosts(*(rng.integers(0, 40, size).astype(float) for size in (n, n, n, n, (3, n))))
+    costs = FoldCosts(*(rng.integers(0, 40, size).astype(float) for size in (n, n, (3, n), (3, n), (3, n))))
     masks = [np.array(m, bool) for m in itertools.product([False, True], repeat=n)]
     for candidate, kept in enumerate(best_cuts(forest, costs)):
         best = min(total_cost(forest, costs, candidate, mask) for mask in masks)
@@ -67,5 +67,5 @@ def test_a_cut_passes_unkept_runs_down():
 def test_a_forest_without_nodes():
     forest = forest_of([[1, 2], [3]])
     nothing = np.zeros(0)
-    assert best_cuts(forest, FoldCosts(nothing, nothing, nothing, nothing, np.zeros((3, 0)))).shape == (3, 0)
+    assert best_cuts(forest, FoldCosts(nothing, nothing, *[np.zeros((3, 0))] * 3)).shape == (3, 0)
     assert cut_at(forest, np.zeros(0, bool)).tail_start.tolist() == [0, 0]

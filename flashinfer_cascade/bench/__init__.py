@@ -1,0 +1,1 @@
+"""Workloads to plan, run and measure: synthetic prefix trees and batches of real traces."""

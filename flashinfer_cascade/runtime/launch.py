@@ -1,0 +1,207 @@
+"""One attention launch over paged KV: the only module that speaks FlashInfer's spelling."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.cost import Backend
+from flashinfer_cascade.errors import BackendUnavailableError, UnsupportedError
+from flashinfer_cascade.plan import Level
+from flashinfer_cascade.runtime.buffers import to_int32
+
+PREFILL_PLAN = (
+    "qo_indptr",
+    "paged_kv_indptr",
+    "paged_kv_indices",
+    "paged_kv_last_page_len",
+    "num_qo_heads",
+    "num_kv_heads",
+    "head_dim_qk",
+    "page_size",
+    "causal",
+    "sm_scale",
+    "window_left",
+    "logits_soft_cap",
+    "q_data_type",
+    "kv_data_type",
+    "disable_split_kv",
+)
+DECODE_PLAN = (
+    "indptr",
+    "indices",
+    "last_page_len",
+    "num_qo_heads",
+    "num_kv_heads",
+    "head_dim",
+    "page_size",
+    "sm_scale",
+    "window_left",
+    "logits_soft_cap",
+    "q_data_type",
+    "kv_data_type",
+)
+RUN = ("k_scale", "v_scale", "out", "lse", "return_lse")
+
+MAX_TILE_ROWS = 128
+
+
+def import_flashinfer() -> Any:
+    """FlashInfer, once its signatures are known to be what this module passes.
+
+    Raises:
+        BackendUnavailableError: it is missing, or too old or too new.
+    """
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"FlashInfer cannot be imported ({error}): pip install flashinfer-python, or use device='cpu'"
+        ) from error
+    check_signatures(flashinfer)
+    return flashinfer
+
+
+@functools.cache
+def check_signatures(flashinfer: Any) -> None:
+    """Refuse a FlashInfer that no longer takes the keywords that are passed to it.
+
+    Raises:
+        BackendUnavailableError: names what is missing.
+    """
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    for wrapper, method, keywords in (
+        (prefill, "plan", PREFILL_PLAN),
+        (prefill, "run", RUN),
+        (decode, "plan", DECODE_PLAN),
+        (decode, "run", RUN),
+    ):
+        parameters = inspect.signature(getattr(wrapper, method)).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            continue
+        missing = set(keywords) - set(parameters)
+        if missing:
+            raise BackendUnavailableError(
+                f"FlashInfer {flashinfer.__version__} does not take {', '.join(sorted(missing))} in "
+                f"{wrapper.__name__}.{method}: install a version from 0.6 up to 0.7"
+            )
+    if os.environ.get("FLASHINFER_TRACE_APPLY"):
+        warnings.warn(
+            "FLASHINFER_TRACE_APPLY is set: FlashInfer may run other kernels than those planned for. "
+            "Unset it before you trust results or times",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def float_workspace_bytes(config: CascadeConfig, num_sms: int) -> int:
+    """What fa2 needs for cut KV: a float32 partial and an LSE for every row of every tile it may cut.
+
+    FlashInfer cuts only while all blocks run at once, two an SM, so the need is bounded whatever the batch.
+    Source: flashinfer/attention/scheduler.cuh, PrefillPlan.
+    """
+    blocks = 2 * num_sms
+    return 4 * blocks * MAX_TILE_ROWS * config.group_size * (config.head_dim + 1) + 2**20
+
+
+class PagedLaunch:
+    """A FlashInfer paged-prefill launch that is planned again for every batch.
+
+    Args:
+        config: what every plan has in common.
+        workspace: uint8, on the device; launches that run one after the other on one stream share it.
+    """
+
+    def __init__(self, config: CascadeConfig, workspace: torch.Tensor) -> None:
+        self._config = config
+        self._workspace = workspace
+        self._wrappers: dict[str, Any] = {}
+        self._planned: Any = None
+
+    def plan(self, level: Level, kv_indices: torch.Tensor, *, causal: bool, backend: Backend) -> None:
+        """Prepare for one batch. FlashInfer copies its own small arrays to the device on the current stream.
+
+        Args:
+            level: the groups, on the CPU.
+            kv_indices: int32[level.kv_indptr[-1]], on the device: its page ids.
+            causal: whether each group's last rows are its new tokens.
+            backend: which kernel, and whether it may cut KV.
+        """
+        config = self._config
+        # Wrappers are kept: each holds 8 MiB on the device and as much pinned memory.
+        wrapper = self._wrapper(backend.removesuffix("_uncut"))
+        common = {
+            "num_qo_heads": config.num_qo_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "page_size": config.page_size,
+            "sm_scale": config.softmax_scale,
+            "window_left": config.window_left,
+            "logits_soft_cap": config.logits_soft_cap,
+            "q_data_type": getattr(torch, config.dtype),
+            "kv_data_type": getattr(torch, config.kv_dtype),
+        }
+        if backend == "decode":
+            wrapper.plan(
+                indptr=to_int32(level.kv_indptr),
+                indices=kv_indices,
+                last_page_len=to_int32(level.kv_last_page_len),
+                head_dim=config.head_dim,
+                **common,
+            )
+        else:
+            wrapper.plan(
+                qo_indptr=to_int32(level.qo_indptr),
+                paged_kv_indptr=to_int32(level.kv_indptr),
+                paged_kv_indices=kv_indices,
+                paged_kv_last_page_len=to_int32(level.kv_last_page_len),
+                head_dim_qk=config.head_dim,
+                causal=causal,
+                disable_split_kv=backend == "fa2_uncut",
+                **common,
+            )
+        self._planned = wrapper
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        k_scale: float,
+        v_scale: float = 1.0,
+    ) -> None:
+        """Attend; writes every row of `out`, and of `lse` (float32, base 2) when given."""
+        self._planned.run(
+            q,
+            kv_cache,
+            k_scale=None if k_scale == 1.0 else k_scale,
+            v_scale=None if v_scale == 1.0 else v_scale,
+            out=out,
+            lse=lse,
+            return_lse=lse is not None,
+        )
+
+    def _wrapper(self, backend: str) -> Any:
+        if backend not in self._wrappers:
+            flashinfer = import_flashinfer()
+            if backend == "fa3" and torch.cuda.get_device_capability(self._workspace.device)[0] != 9:
+                raise UnsupportedError(
+                    "the plan asks for fa3, which runs on Hopper GPUs only: plan with the profile of this GPU, "
+                    f"{torch.cuda.get_device_name(self._workspace.device)}"
+                )
+            if backend == "decode":
+                self._wrappers[backend] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace, self._config.kv_layout, use_tensor_cores=False
+                )
+            else:
+                self._wrappers[backend] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                    self._workspace, self._config.kv_layout, backend=backend
+                )
+        return self._wrappers[backend]
