@@ -154,7 +154,7 @@ class PartShape:
     @classmethod
     def of(cls, batch: Batch, forest: PrefixForest) -> PartShape:
         """The shape of a batch, or of the part of it that the forest is over."""
-        shared = forest.tail_begin.astype(np.int64) * batch.page_size
+        shared = forest.tail_begin * batch.page_size
         rows = batch.qo_lens[forest.order]
         own = round_tokens(batch.seq_lens[forest.order] - shared)
         return cls(forest, batch.page_size, rows, indptr(rows), shared + own)
@@ -166,8 +166,8 @@ class PartShape:
 
     def unique_tokens(self) -> int:
         """KV tokens that must come from HBM at least once."""
-        own = self.context - self.forest.tail_begin.astype(np.int64) * self.page_size
-        return int(own.sum()) + int(self.forest.num_pages.astype(np.int64).sum()) * self.page_size
+        own = self.context - self.forest.tail_begin * self.page_size
+        return int(own.sum()) + int(self.forest.num_pages.sum()) * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,20 +351,22 @@ class CostModel:
             one = np.ones(len(shape.rows))
             kernels.append((one * round(self.decode_block_us * 1e6), one * round(self.decode_token_us * 1e6)))
 
-        def at_nodes(values: NDArray[Any]) -> NDArray[Any]:
-            return np.bincount(node, values[inside], forest.num_nodes)
-
+        candidates = len(LEVEL_WEIGHTS) * len(kernels)
+        tail_fixed, tail_per_page = np.empty((2, candidates, forest.num_nodes))
+        for first, (block, token) in enumerate(kernels):
+            rows = slice(first * len(LEVEL_WEIGHTS), (first + 1) * len(LEVEL_WEIGHTS))
+            tail_fixed[rows] = np.bincount(node, ((block + token * own) * heads)[inside], forest.num_nodes)
+            tail_per_page[rows] = np.bincount(node, (token * (heads * page))[inside], forest.num_nodes)
         # A level's fixed time, spread over the rows: too little for a node that is alone at its level, too much
         # for one of many.
         level_ps = p.launch_us * p.num_sms * 1e6 / int(shape.row_indptr[-1])
         partial_ps = self.row_heads_at_128 * p.merge_row_ns * p.num_sms * 1e3
         weights = np.rint(partial_ps + level_ps * np.array(LEVEL_WEIGHTS * len(kernels)))
-        repeats = len(LEVEL_WEIGHTS)
         return FoldCosts(
             node_fixed=fixed * heads,
-            node_per_page=per_token * heads * page,
-            tail_fixed=np.repeat([at_nodes((a + b * own) * heads) for a, b in kernels], repeats, axis=0),
-            tail_per_page=np.repeat([at_nodes(b * heads * page) for _, b in kernels], repeats, axis=0),
+            node_per_page=per_token * (heads * page),
+            tail_fixed=tail_fixed,
+            tail_per_page=tail_per_page,
             partial=weights[:, None] * node_rows,
         )
 

@@ -39,7 +39,7 @@ class Cut:
 
 def cut_at(forest: PrefixForest, kept: BoolArray) -> Cut:
     """The segments that `kept` makes: one per kept node, and one per request for the rest."""
-    page_end = (forest.page_begin + forest.num_pages).astype(np.int64)
+    page_end = forest.page_begin + forest.num_pages
     start = np.zeros(forest.num_nodes, np.int64)
     level = np.zeros(forest.num_nodes, np.int64)
     for low, high in _by_depth(forest)[1:]:

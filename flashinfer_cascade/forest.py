@@ -22,26 +22,26 @@ class PrefixForest:
     order is the batch's own.
 
     Attributes:
-        order: int32[num_requests], request at each position.
-        parent: int32[num_nodes], node above, -1 at a root.
-        depth: int32[num_nodes], nodes above.
-        begin: int32[num_nodes], first position covered.
-        end: int32[num_nodes], behind the last position covered.
-        page_begin: int32[num_nodes], pages above the node.
-        num_pages: int32[num_nodes], pages of its run, at least 1.
-        tail_node: int32[num_requests], deepest node of the request at each position, -1 where it shares nothing.
-        tail_begin: int32[num_requests], page at which the own KV of the request at each position begins.
+        order: int64[num_requests], request at each position.
+        parent: int64[num_nodes], node above, -1 at a root.
+        depth: int64[num_nodes], nodes above.
+        begin: int64[num_nodes], first position covered.
+        end: int64[num_nodes], behind the last position covered.
+        page_begin: int64[num_nodes], pages above the node.
+        num_pages: int64[num_nodes], pages of its run, at least 1.
+        tail_node: int64[num_requests], deepest node of the request at each position, -1 where it shares nothing.
+        tail_begin: int64[num_requests], page at which the own KV of the request at each position begins.
     """
 
-    order: Int32Array
-    parent: Int32Array
-    depth: Int32Array
-    begin: Int32Array
-    end: Int32Array
-    page_begin: Int32Array
-    num_pages: Int32Array
-    tail_node: Int32Array
-    tail_begin: Int32Array
+    order: Int64Array
+    parent: Int64Array
+    depth: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    page_begin: Int64Array
+    num_pages: Int64Array
+    tail_node: Int64Array
+    tail_begin: Int64Array
 
     @property
     def num_nodes(self) -> int:
@@ -102,17 +102,7 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         level += 1
 
     node = np.concatenate(found, axis=1) if found else np.empty((6, 0), np.int64)
-    return PrefixForest(
-        order=order.astype(np.int32),
-        parent=node[0].astype(np.int32),
-        depth=node[1].astype(np.int32),
-        begin=node[2].astype(np.int32),
-        end=node[3].astype(np.int32),
-        page_begin=node[4].astype(np.int32),
-        num_pages=node[5].astype(np.int32),
-        tail_node=tail_node.astype(np.int32),
-        tail_begin=tail_begin.astype(np.int32),
-    )
+    return PrefixForest(order, node[0], node[1], node[2], node[3], node[4], node[5], tail_node, tail_begin)
 
 
 def _label_by_next_page(

@@ -178,7 +178,7 @@ class CascadePlanner:
 
     def _assemble(self, batch: Batch, choices: list[_Choice]) -> CascadePlan:
         """Lay out all parts' requests, rows and segments in one set of arrays."""
-        order = np.concatenate([choice.forest.order for choice in choices]).astype(np.int64)
+        order = np.concatenate([choice.forest.order for choice in choices])
         identity = bool((order[1:] > order[:-1]).all())
         qo_lens = batch.qo_lens[order]
         qo_indptr = indptr(qo_lens)
@@ -295,7 +295,7 @@ def _gather_runs(batch: Batch, starts: Int64Array, counts: Int64Array) -> Int32A
 
 def _usefulness(forest: PrefixForest) -> Int64Array:
     """Page reads that keeping each node saves."""
-    return forest.num_pages.astype(np.int64) * (forest.end - forest.begin - 1)
+    return forest.num_pages * (forest.end - forest.begin - 1)
 
 
 def _drop_until(fits: Callable[[BoolArray], bool], kept: BoolArray, useful: Int64Array) -> BoolArray:
