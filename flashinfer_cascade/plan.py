@@ -17,7 +17,7 @@ from flashinfer_cascade.forest import PrefixForest
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Executor = Literal["flat", "levels"]
+Executor = Literal["flat", "levels", "stock"]
 PartName = Literal["decode", "append"]
 
 
@@ -106,6 +106,11 @@ class PlanPart:
     def num_requests(self) -> int:
         """Requests of the part."""
         return self.request_end - self.request_begin
+
+    @property
+    def causal(self) -> bool:
+        """Whether some request has more than one row, so that the last level needs a causal mask."""
+        return self.row_end - self.row_begin > self.num_requests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,7 +290,12 @@ class CascadePlan:
             num_slots=max(len(level.kv_last_page_len) for level in self.levels()),
         )
 
-    def to_flashinfer(self, num_levels: int | None = None, slots: int | Sequence[int] | None = None) -> dict[str, Any]:
+    def to_flashinfer(
+        self,
+        num_levels: int | None = None,
+        slots: int | Sequence[int] | None = None,
+        part: PlanPart | None = None,
+    ) -> dict[str, Any]:
         """Keyword arguments of ``flashinfer.MultiLevelCascadeAttentionWrapper.plan``, for ``q[row_order]``.
 
         All tensors are int32 on the CPU, where FlashInfer reads them without waiting for the GPU.
@@ -294,6 +304,7 @@ class CascadePlan:
             num_levels: levels of the wrapper; missing ones are added without KV.
             slots: groups of each level, or one number for all: what a wrapper built for CUDA graphs fixes.
                 Missing groups are added without rows.
+            part: this part alone, for its rows of ``q[row_order]``; None is the whole batch.
 
         Raises:
             CapacityError: the plan has more levels or groups.
@@ -303,7 +314,7 @@ class CascadePlan:
             import torch
         except ImportError as error:
             raise BackendUnavailableError("to_flashinfer needs torch: pip install torch") from error
-        levels = self.levels(num_levels=num_levels)
+        levels = self.levels(part, num_levels)
         per_level = [slots] * len(levels) if slots is None or isinstance(slots, int) else list(slots)
         if len(per_level) != len(levels):
             raise CapacityError(f"slots names {len(per_level)} levels, but there are {len(levels)}: give one per level")
@@ -319,7 +330,7 @@ class CascadePlan:
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
             "page_size": config.page_size,
-            "causal": self.causal,
+            "causal": self.causal if part is None else part.causal,
             "sm_scale": config.softmax_scale,
             "window_left": config.window_left,
             "logits_soft_cap": config.logits_soft_cap,

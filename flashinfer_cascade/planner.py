@@ -100,7 +100,7 @@ class CascadePlanner:
             return flat("the policy asks for flat")
         longest = int(batch.seq_lens[forest.order].max())
         if 0 <= window < longest - 1:
-            if policy.executor == "levels":
+            if policy.executor != "auto":
                 raise UnsupportedError(
                     f"window_left={window} does not cover a context of {longest} tokens, and a cascade over part "
                     "of a window is wrong: use executor='auto', which plans such batches flat"
@@ -114,8 +114,9 @@ class CascadePlanner:
         rated = [(*self._cost.levels(shape, cut), cut) for cut in cuts]
         levels_us, backends, cut = min(rated, key=lambda item: item[0])
         predicted = {"flat": flat_us, "levels": levels_us}
-        if policy.executor == "levels":
-            return _Choice(name, "levels", "the policy asks for levels", shape, cut, backends, predicted)
+        if policy.executor != "auto":
+            reason = f"the policy asks for {policy.executor}"
+            return _Choice(name, policy.executor, reason, shape, cut, backends, predicted)
         gain = flat_us / levels_us
         if gain < policy.min_speedup:
             return flat(
@@ -130,7 +131,7 @@ class CascadePlanner:
         everything = np.ones(forest.num_nodes, np.bool_)
         masks = list(best_cuts(forest, self._cost.fold_costs(shape))) if self.policy.fold else [everything]
         distinct = {mask.tobytes(): mask for mask in masks if mask.any()}
-        if not distinct and self.policy.executor == "levels":
+        if not distinct and self.policy.executor != "auto":
             distinct = {b"": everything}
         cuts = []
         for mask in distinct.values():
@@ -165,7 +166,7 @@ class CascadePlanner:
         if (kept == choice.cut.kept).all():
             return choice
         cut = cut_at(choice.forest, kept)
-        executor: Executor = "levels" if kept.any() else "flat"
+        executor: Executor = choice.executor if kept.any() else "flat"
         us, backends = self._cost.levels(choice.shape, cut) if kept.any() else self._cost.flat(choice.shape)
         return replace(
             choice,
@@ -173,7 +174,7 @@ class CascadePlanner:
             reason=f"merged {int(choice.cut.kept.sum() - kept.sum())} nodes to fit the capacity; {choice.reason}",
             cut=cut,
             backends=backends,
-            predicted_us=choice.predicted_us | {executor: us},
+            predicted_us=choice.predicted_us | {"levels" if kept.any() else "flat": us},
         )
 
     def _assemble(self, batch: Batch, choices: list[_Choice]) -> CascadePlan:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import logging
 import os
+import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.cost import Backend
-from flashinfer_cascade.errors import BackendUnavailableError, UnsupportedError
-from flashinfer_cascade.plan import Level
+from flashinfer_cascade.errors import BackendUnavailableError, CapacityError, UnsupportedError
+from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
 from flashinfer_cascade.runtime.buffers import to_int32
 
 PREFILL_PLAN = (
@@ -50,6 +54,9 @@ DECODE_PLAN = (
 RUN = ("k_scale", "v_scale", "out", "lse", "return_lse")
 
 MAX_TILE_ROWS = 128
+
+SLOW_S = 2.0
+"""A plan that takes longer compiles."""
 
 
 def import_flashinfer() -> Any:
@@ -148,24 +155,32 @@ class PagedLaunch:
             "kv_data_type": getattr(torch, config.kv_dtype),
         }
         if backend == "decode":
-            wrapper.plan(
-                indptr=to_int32(level.kv_indptr),
-                indices=kv_indices,
-                last_page_len=to_int32(level.kv_last_page_len),
-                head_dim=config.head_dim,
-                **common,
-            )
+            arguments = {
+                "indptr": to_int32(level.kv_indptr),
+                "indices": kv_indices,
+                "last_page_len": to_int32(level.kv_last_page_len),
+                "head_dim": config.head_dim,
+            }
         else:
-            wrapper.plan(
-                qo_indptr=to_int32(level.qo_indptr),
-                paged_kv_indptr=to_int32(level.kv_indptr),
-                paged_kv_indices=kv_indices,
-                paged_kv_last_page_len=to_int32(level.kv_last_page_len),
-                head_dim_qk=config.head_dim,
-                causal=causal,
-                disable_split_kv=backend == "fa2_uncut",
-                **common,
-            )
+            arguments = {
+                "qo_indptr": to_int32(level.qo_indptr),
+                "paged_kv_indptr": to_int32(level.kv_indptr),
+                "paged_kv_indices": kv_indices,
+                "paged_kv_last_page_len": to_int32(level.kv_last_page_len),
+                "head_dim_qk": config.head_dim,
+                "causal": causal,
+                "disable_split_kv": backend == "fa2_uncut",
+            }
+        try:
+            with tell_if_slow(backend):
+                wrapper.plan(**arguments, **common)
+        except RuntimeError as error:
+            if "overflow" not in str(error):
+                raise
+            raise CapacityError(
+                f"FlashInfer's workspace of {self._workspace.numel()} bytes is too small for this plan ({error}): "
+                "split the batch, or report the configuration"
+            ) from error
         self._planned = wrapper
 
     def run(
@@ -205,3 +220,34 @@ class PagedLaunch:
                     self._workspace, self._config.kv_layout, backend=backend
                 )
         return self._wrappers[backend]
+
+
+def plan_stock(wrapper: Any, plan: CascadePlan, part: PlanPart) -> None:
+    """Plan FlashInfer's multi-level wrapper for one part, with all of its levels on fa2.
+
+    The wrapper has no argument for the backend, and on Hopper chooses fa3, which is slower than no cascade at all
+    on most batches; it reads the backend of each level's own wrapper when it plans.
+    """
+    for level in wrapper._batch_prefill_wrappers:
+        level._backend = "fa2"
+    with tell_if_slow("the multi-level wrapper"):
+        wrapper.plan(**plan.to_flashinfer(part=part))
+
+
+@contextlib.contextmanager
+def tell_if_slow(what: str) -> Iterator[None]:
+    """Say that FlashInfer compiles when a first use takes longer than planning ever does."""
+    timer = threading.Timer(
+        SLOW_S,
+        lambda: logging.getLogger("flashinfer_cascade").warning(
+            "FlashInfer compiles a kernel for %s on first use, which takes 20 to 90 s; "
+            "'flashinfer-cascade doctor --compile' does it beforehand",
+            what,
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

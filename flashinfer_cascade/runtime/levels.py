@@ -10,6 +10,18 @@ from flashinfer_cascade.runtime.kernels.merge import merge
 from flashinfer_cascade.runtime.launch import PagedLaunch
 
 
+def rows_of(plan: CascadePlan, part: PlanPart, row_order: torch.Tensor | None) -> tuple[slice, torch.Tensor | None]:
+    """Where a part's plan rows lie in q: a slice when they are consecutive there, else a map on the device."""
+    rows = slice(part.row_begin, part.row_end)
+    if row_order is None or plan.row_order is None:
+        return rows, None
+    order = plan.row_order[rows]
+    first = int(order[0])
+    if int(order[-1]) - first == len(order) - 1 and (order[1:] > order[:-1]).all():
+        return slice(first, first + len(order)), None
+    return rows, row_order[rows]
+
+
 class LevelsExecutor:
     """Runs one part of a plan on FlashInfer.
 
@@ -44,21 +56,12 @@ class LevelsExecutor:
         levels = plan.levels(part)
         while len(self._launches) < len(levels):
             self._launches.append(PagedLaunch(self._config, self._workspace))
-        causal = part.row_end - part.row_begin > part.num_requests
         for number, (level, launch) in enumerate(zip(levels, self._launches, strict=False)):
             begin, end = plan.level_pages(part, number)
             is_last = number == len(levels) - 1
-            launch.plan(level, pages[begin:end], causal=causal and is_last, backend=part.backends[number])
+            launch.plan(level, pages[begin:end], causal=part.causal and is_last, backend=part.backends[number])
         self._active = self._launches[: len(levels)]
-        self._rows = slice(part.row_begin, part.row_end)
-        self._row_map = None
-        if row_order is not None and plan.row_order is not None:
-            order = plan.row_order[self._rows]
-            first = int(order[0])
-            if int(order[-1]) - first == len(order) - 1 and (order[1:] > order[:-1]).all():
-                self._rows = slice(first, first + len(order))
-            else:
-                self._row_map = row_order[self._rows]
+        self._rows, self._row_map = rows_of(plan, part, row_order)
         self._reserve(len(levels), part.row_end - part.row_begin)
 
     def run(

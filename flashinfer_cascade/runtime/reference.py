@@ -150,6 +150,36 @@ class ReferenceExecutor:
         return by_row(out), by_row(lse)[..., 0]
 
 
+class ReferenceExecutors:
+    """Reference executors for all parts of a plan, on the CPU."""
+
+    def __init__(self, config: CascadeConfig) -> None:
+        self._config = config
+        self._executors: list[ReferenceExecutor] = []
+
+    def load(self, plan: CascadePlan) -> list[str]:
+        """See `runtime.Executors`."""
+        executors = [ReferenceExecutor(self._config) for _ in plan.parts]
+        for executor, part in zip(executors, plan.parts, strict=True):
+            executor.load(plan, part)
+        self._executors = executors
+        return ["reference"] * len(executors)
+
+    def run(
+        self,
+        number: int,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        k_scale: float,
+        v_scale: float,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """See `runtime.Executors`."""
+        self._executors[number].run(q, kv_cache, out, lse, k_scale, v_scale, sinks)
+
+
 def merge_partials(partials: torch.Tensor, partial_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over disjoint KV, all parts of a row at once.
 

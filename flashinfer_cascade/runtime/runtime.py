@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, overload
+from typing import Literal, Protocol, overload
 
 import torch
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import CascadeError, InvalidBatchError, UnsupportedError
 from flashinfer_cascade.plan import CascadePlan, PartName, PlanPart
-from flashinfer_cascade.runtime.reference import ReferenceExecutor
+from flashinfer_cascade.runtime.reference import ReferenceExecutors
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -23,8 +24,8 @@ class RuntimeStats:
     Attributes:
         loads: plans loaded.
         runs: calls of `CascadeRuntime.run`.
-        parts_run: times that each (part, executor) ran. The executor is the one that ran, which on the CPU is
-            "reference" whatever the plan names.
+        parts_run: times that each (part, executor) ran. On a GPU that is the executor which the plan names, on the
+            CPU "reference".
     """
 
     loads: int = 0
@@ -32,37 +33,69 @@ class RuntimeStats:
     parts_run: Counter[tuple[PartName, str]] = field(default_factory=Counter)
 
 
+class Executors(Protocol):
+    """What a device needs to run plans: `reference.ReferenceExecutors` or `gpu.GpuExecutors`."""
+
+    def load(self, plan: CascadePlan) -> Sequence[str]:
+        """Prepare all parts of a plan; returns the name of the executor that each will run on."""
+
+    def run(
+        self,
+        number: int,
+        q: torch.Tensor,
+        kv_cache: KVCache,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        k_scale: float,
+        v_scale: float,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Run one part by its position in `CascadePlan.parts`; writes exactly its rows of `out` and `lse`."""
+
+
 class CascadeRuntime:
     """Runs plans of one configuration on one device: `load` once a step, then `run` once a layer.
 
     Args:
         config: what every plan must be made for.
-        device: "cpu", which runs the reference executor.
+        device: a CUDA device, where FlashInfer runs the plan; or "cpu", which runs the reference executor.
 
     Attributes:
         stats: what ran, and how often.
 
     Raises:
         UnsupportedError: no executor runs on `device`.
+        BackendUnavailableError: the device, or FlashInfer, is missing.
     """
 
-    def __init__(self, config: CascadeConfig, device: str | torch.device = "cpu") -> None:
+    def __init__(self, config: CascadeConfig, device: str | torch.device = "cuda") -> None:
         self.config = config
         self.device = torch.device(device)
-        if self.device.type != "cpu":
-            raise UnsupportedError(
-                f"device={str(device)!r}: this version has no executor for it. device='cpu' runs the reference executor"
-            )
         self.stats = RuntimeStats()
         self._plan: CascadePlan | None = None
         self._num_pages = 0
-        self._executors: list[ReferenceExecutor] = []
+        self._executor_names: Sequence[str] = ()
+        self._executors: Executors
+        if self.device.type == "cpu":
+            self._executors = ReferenceExecutors(config)
+        elif self.device.type == "cuda":
+            from flashinfer_cascade.runtime.gpu import GpuExecutors
+
+            self._executors = GpuExecutors(config, self.device)
+            self.device = self._executors.device
+        else:
+            raise UnsupportedError(f"device={str(device)!r}: use 'cuda', or 'cpu' for the reference executor")
 
     def load(self, plan: CascadePlan) -> None:
-        """Make `plan` the one that `run` executes. All or nothing: after an error the plan before is still loaded.
+        """Make `plan` the one that `run` executes.
+
+        On a GPU its arrays are copied on the current stream, without waiting for work queued there; buffers that a
+        larger batch than any before needs are allocated here, so that `run` allocates nothing.
 
         Raises:
             InvalidBatchError: the plan was made for another configuration.
+            CapacityError: it does not fit what was reserved.
+            UnsupportedError: it names a kernel that this GPU does not have.
         """
         if plan.config != self.config:
             theirs, ours = plan.config.model_dump(), self.config.model_dump()
@@ -71,10 +104,8 @@ class CascadeRuntime:
                 f"the plan was made with {differing}, unlike this runtime's configuration: "
                 "build planner and runtime from one CascadeConfig"
             )
-        executors = [ReferenceExecutor(self.config, self.device) for _ in plan.parts]
-        for executor, part in zip(executors, plan.parts, strict=True):
-            executor.load(plan, part)
-        self._plan, self._executors = plan, executors
+        self._executor_names = self._executors.load(plan)
+        self._plan = plan
         self._num_pages = int(plan.seg_pages.max(initial=-1)) + 1
         self.stats.loads += 1
 
@@ -151,13 +182,14 @@ class CascadeRuntime:
         if sinks is not None:
             self._check("sinks", sinks, shape[1:2], torch.float32, "give one natural-log logit per query head")
         if out is None:
-            out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+            allocate = torch.empty_like if len(selected) == len(plan.parts) else torch.zeros_like
+            out = allocate(q, memory_format=torch.contiguous_format)
         else:
             self._check("out", out, shape, dtype, "it receives the rows of q")
         lse = torch.full(shape[:2], float("-inf"), device=self.device) if return_lse else None
         for number in selected:
-            self._executors[number].run(q, kv_cache, out, lse, k_scale, v_scale, sinks)
-            self.stats.parts_run[plan.parts[number].name, "reference"] += 1
+            self._executors.run(number, q, kv_cache, out, lse, k_scale, v_scale, sinks)
+            self.stats.parts_run[plan.parts[number].name, self._executor_names[number]] += 1
         self.stats.runs += 1
         return out if lse is None else (out, lse)
 

@@ -1,6 +1,7 @@
 """The reference executor computes what the oracle does, whatever the plan cuts."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,6 +145,19 @@ def test_slots_behind_a_request_are_never_read():
     out, lse = execute(CascadePlanner(cfg, FORCED).plan(*batch), make_q(cfg, batch.num_rows), cache)
     assert out.isfinite().all()
     assert lse.isfinite().all()
+
+
+def test_a_row_may_see_nothing_of_a_segment():
+    cfg = config()
+    batch = RandomBatch([[1, 2], [1, 3]], [8, 8], [2, 2])
+    plan = CascadePlanner(cfg, FORCED).plan(*batch)
+    q, cache = make_q(cfg, 4), make_kv_cache(cfg, 4)
+    expected, expected_lse = execute(plan, q, cache)
+    out, lse = execute(replace(plan, row_pos=np.array([-1, 7, 6, -1], np.int32)), q, cache)
+    assert (out[[0, 3]] == 0).all()
+    assert (lse[[0, 3]] == -math.inf).all()
+    torch.testing.assert_close(out[1:3], expected[1:3])
+    torch.testing.assert_close(lse[1:3], expected_lse[1:3])
 
 
 def test_a_part_writes_its_own_rows_alone():

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashinfer_cascade import (
+    BackendUnavailableError,
     CascadeConfig,
     CascadeError,
     CascadePlanner,
@@ -39,7 +40,7 @@ def config(**changes):
 
 def loaded(cfg, batch, policy=FORCED):
     plan = CascadePlanner(cfg, policy).plan(*batch)
-    runtime = CascadeRuntime(cfg)
+    runtime = CascadeRuntime(cfg, "cpu")
     runtime.load(plan)
     return runtime, plan
 
@@ -146,18 +147,26 @@ def test_strided_q_and_out():
     fused = torch.cat((q, q), 1)[:, :4]
     out = torch.empty(2 * MIXED.num_rows, 4, 64, dtype=q.dtype)[::2]
     assert torch.equal(runtime.run(fused, cache, out=out), runtime.run(q, cache))
-    assert runtime.run(fused, cache).is_contiguous()
+    heads_first = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(runtime.run(heads_first, cache), runtime.run(q, cache))
+    assert runtime.run(heads_first, cache).is_contiguous()
 
 
 def test_run_before_load():
     cfg = config()
     with pytest.raises(CascadeError, match=r"no plan is loaded: call load\(plan\) before run"):
-        CascadeRuntime(cfg).run(make_q(cfg, 1), make_kv_cache(cfg, 1))
+        CascadeRuntime(cfg, "cpu").run(make_q(cfg, 1), make_kv_cache(cfg, 1))
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "meta"])
-def test_devices_without_an_executor(device):
-    with pytest.raises(UnsupportedError, match=f"device='{device}': .* device='cpu' runs the reference executor"):
+def test_devices_without_an_executor():
+    with pytest.raises(UnsupportedError, match="device='meta': use 'cuda', or 'cpu' for the reference executor"):
+        CascadeRuntime(config(), device="meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_is_not_there_is_no_silent_fallback(device):
+    with pytest.raises(BackendUnavailableError, match=f"device='{device}', but torch .* sees no CUDA device"):
         CascadeRuntime(config(), device=device)
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _merge_kernel(
     scale = tl.where(total > 0, v_scale / tl.where(total > 0, total, 1.0), 0.0)
     if has_sinks:
         # A sink is a logit without a value: it adds to the denominator alone.
-        sink = tl.load(sinks + heads, mask=real, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + heads, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
         new = tl.maximum(merged_lse, sink)
         weight = tl.where(merged_lse > float("-inf"), tl.exp2(merged_lse - new), 0.0)
         denominator = weight + tl.where(sink > float("-inf"), tl.exp2(sink - new), 0.0)

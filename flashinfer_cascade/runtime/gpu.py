@@ -1,0 +1,99 @@
+"""All parts of a plan on one GPU: buffers, streams, and an executor for each part. Flat runs as a single level."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.errors import BackendUnavailableError
+from flashinfer_cascade.plan import CascadePlan, Executor
+from flashinfer_cascade.runtime.buffers import StagingBuffer
+from flashinfer_cascade.runtime.launch import float_workspace_bytes, import_flashinfer
+from flashinfer_cascade.runtime.levels import LevelsExecutor
+from flashinfer_cascade.runtime.stock import StockExecutor
+
+
+class GpuExecutors:
+    """Loads plans onto a GPU and runs their parts on FlashInfer.
+
+    Loading and running may happen on different streams: a run waits for the load before it, and a load for the runs
+    before it.
+
+    Args:
+        config: the attention, and what to reserve.
+        device: a CUDA device.
+
+    Raises:
+        BackendUnavailableError: FlashInfer, or the device, is missing.
+    """
+
+    def __init__(self, config: CascadeConfig, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise BackendUnavailableError(
+                f"device={str(device)!r}, but torch {torch.__version__} sees no CUDA device: use device='cpu', which "
+                "runs the reference executor"
+            )
+        import_flashinfer()
+        self._config = config
+        self.device = device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", say
+        with torch.cuda.device(device):
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            workspace_bytes = float_workspace_bytes(config, num_sms)
+            # The launches of all parts run one after the other, so one workspace serves them.
+            self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+            self._staging = StagingBuffer.for_config(config, device)
+            self._loaded = torch.cuda.Event()
+        self._levels: list[LevelsExecutor] = []
+        self._stock: list[StockExecutor] = []
+        self._active: list[LevelsExecutor | StockExecutor] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._elsewhere: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+
+    def load(self, plan: CascadePlan) -> list[str]:
+        """Copy the plan's arrays and let FlashInfer plan its launches, on the current stream."""
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream()
+            for event in self._elsewhere.values():
+                stream.wait_event(event)
+            self._elsewhere.clear()
+            # FlashInfer plans in pinned memory of its own: what the last load wrote there must have been copied.
+            self._loaded.synchronize()
+            arrays = [plan.seg_pages] if plan.row_order is None else [plan.seg_pages, plan.row_order]
+            pages, *rows = self._staging.copy(arrays)
+            self._active = [self._executor(number, part.executor) for number, part in enumerate(plan.parts)]
+            for executor, part in zip(self._active, plan.parts, strict=True):
+                executor.load(plan, part, pages, rows[0] if rows else None)
+            self._loaded.record(stream)
+            self._stream = stream
+        return [part.executor for part in plan.parts]
+
+    def _executor(self, number: int, name: Executor) -> LevelsExecutor | StockExecutor:
+        """Executors are kept from plan to plan, one of each kind for every part that a plan may have."""
+        if name == "stock":
+            while len(self._stock) <= number:
+                self._stock.append(StockExecutor(self._config, self._workspace))
+            return self._stock[number]
+        while len(self._levels) <= number:
+            self._levels.append(LevelsExecutor(self._config, self._workspace))
+        return self._levels[number]
+
+    def run(
+        self,
+        number: int,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        k_scale: float,
+        v_scale: float,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Run one part on the current stream."""
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream()
+            foreign = stream != self._stream and not torch.cuda.is_current_stream_capturing()
+            if foreign:
+                stream.wait_event(self._loaded)
+            self._active[number].run(q, kv_cache, out, lse, k_scale, v_scale, sinks)
+            if foreign:
+                self._elsewhere.setdefault(stream, torch.cuda.Event()).record(stream)
