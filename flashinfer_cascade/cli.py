@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -22,7 +23,7 @@ from flashinfer_cascade import __version__
 from flashinfer_cascade.bench.traces import mooncake_batches
 from flashinfer_cascade.bench.workloads import grid
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig, PlannerPolicy
-from flashinfer_cascade.cost import PROFILES, DeviceProfile
+from flashinfer_cascade.cost import PROFILES, Backend, DeviceProfile
 from flashinfer_cascade.errors import (
     BackendUnavailableError,
     CascadeError,
@@ -44,6 +45,11 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+_PageSize = Annotated[int, typer.Option(help="Tokens a KV page holds.")]
+_QoHeads = Annotated[int, typer.Option(help="Query heads on one rank.")]
+_KvHeads = Annotated[int, typer.Option(help="KV heads on one rank.")]
+_HeadDim = Annotated[int, typer.Option(help="64, 128 or 256.")]
+_Dtype = Annotated[str, typer.Option(help="Of q and the KV cache: bfloat16 or float16.")]
 
 
 def main() -> None:
@@ -99,15 +105,15 @@ def plan(
     batch: Annotated[int, typer.Option(help="Prompts of a trace that make a batch.")] = 64,
     skip: Annotated[int, typer.Option(min=0, help="Batches of a trace to skip.")] = 0,
     samples: Annotated[int, typer.Option(help="Requests for each prompt of a trace.")] = 1,
-    page_size: Annotated[int, typer.Option(help="Tokens a KV page holds.")] = 16,
-    num_qo_heads: Annotated[int, typer.Option(help="Query heads on one rank.")] = 32,
-    num_kv_heads: Annotated[int, typer.Option(help="KV heads on one rank.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="64, 128 or 256.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Of q and the KV cache: bfloat16 or float16.")] = "bfloat16",
+    page_size: _PageSize = 16,
+    num_qo_heads: _QoHeads = 32,
+    num_kv_heads: _KvHeads = 8,
+    head_dim: _HeadDim = 128,
+    dtype: _Dtype = "bfloat16",
     profile: Annotated[
         str, typer.Option(help=f"The GPU: {', '.join(PROFILES)}, or a JSON file with a profile.")
     ] = "h200",
-    executor: Annotated[str, typer.Option(help="auto, flat or levels.")] = "auto",
+    executor: Annotated[str, typer.Option(help="auto, flat, levels or stock.")] = "auto",
     max_levels: Annotated[int, typer.Option(help="Most levels of a plan.")] = 8,
     as_json: AsJson = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the forest into this SVG file.")] = None,
@@ -261,11 +267,55 @@ def _print_demo(results: list[DemoResult]) -> None:
     )
 
 
+def _compile(config: CascadeConfig) -> None:
+    from flashinfer_cascade.runtime import CascadeRuntime
+    from flashinfer_cascade.runtime.launch import compile_backend
+
+    device = CascadeRuntime(config, device="cuda").device
+    backends: tuple[Backend, ...] = ("fa2", "decode", "fa3")
+    for backend in backends:
+        started = time.monotonic()
+        try:
+            with Console(stderr=True).status(f"{backend}: compiling takes 20 to 90 s, unless it was done before"):
+                compile_backend(config, backend, device)
+        except UnsupportedError as error:
+            typer.echo(f"{backend}: not here: {error}")
+        else:
+            typer.echo(f"{backend}: ready after {time.monotonic() - started:.0f} s")
+
+
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    as_json: AsJson = False,
+    compile_kernels: Annotated[
+        bool, typer.Option("--compile", help="Compile FlashInfer's kernels for the configuration below, once.")
+    ] = False,
+    num_qo_heads: _QoHeads = 32,
+    num_kv_heads: _KvHeads = 8,
+    head_dim: _HeadDim = 128,
+    page_size: _PageSize = 16,
+    dtype: _Dtype = "bfloat16",
+    kv_dtype: Annotated[str | None, typer.Option(help="Of the KV cache; --dtype by default.")] = None,
+    logits_soft_cap: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    window_left: Annotated[int, typer.Option(help="-1 is off.")] = -1,
+) -> None:
     """Say what this machine can run, and why not the rest."""
     from flashinfer_cascade.doctor import examine, findings
 
+    if compile_kernels:
+        with _one_line_errors():
+            config = CascadeConfig(
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                page_size=page_size,
+                dtype=dtype,
+                kv_dtype=kv_dtype or dtype,
+                logits_soft_cap=logits_soft_cap,
+                window_left=window_left,
+            )
+            _compile(config)
+        return
     examined = examine()
     if as_json:
         typer.echo(json.dumps(examined, indent=2))

@@ -255,11 +255,20 @@ def relative_errors(out: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(error, nan=math.inf, posinf=math.inf)
 
 
-def assert_close(out: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, factor: float = 2.0) -> None:
-    """Require the largest relative L2 error over rows and heads to be at most `factor` times that of `plain`.
+def error_budget(oracle: torch.Tensor, plain: torch.Tensor, factor: float = 2.0) -> float:
+    """What the largest relative L2 error over rows and heads may be: `factor` times that of plain attention.
 
-    Plain attention can be exact (of one token, say), so its error counts as no less than half the dtype's eps, the
-    most that rounding the result once can cost. Rows that see nothing must be exactly 0.
+    Plain attention can be exact (of one token, say), so its error counts as no less than a quarter of the dtype's
+    eps: what rounding every element of a result once costs, in the mean square.
+    """
+    floor = torch.finfo(plain.dtype).eps / 4
+    return factor * max(float(relative_errors(plain, oracle).amax()), floor)
+
+
+def assert_close(out: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, factor: float = 2.0) -> None:
+    """Require the largest relative L2 error over rows and heads to be within `error_budget`.
+
+    Rows that see nothing must be exactly 0.
 
     Args:
         out: ``[rows, heads, head_dim]``, what is judged.
@@ -269,15 +278,14 @@ def assert_close(out: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, f
     """
     if out.shape != oracle.shape:
         raise AssertionError(f"out has shape {tuple(out.shape)}, the oracle {tuple(oracle.shape)}")
-    budget = max(float(relative_errors(plain, oracle).amax()), torch.finfo(plain.dtype).eps / 2)
+    budget = error_budget(oracle, plain, factor)
     errors = relative_errors(out, oracle)
     worst = int(errors.argmax())
     row, head = divmod(worst, errors.shape[1])
-    if errors[row, head] > factor * budget:
+    if errors[row, head] > budget:
         raise AssertionError(
-            f"row {row}, head {head}: relative L2 error {errors[row, head]:.3g} exceeds "
-            f"{factor:g} x {budget:.3g} of plain {plain.dtype} attention, as do "
-            f"{int((errors > factor * budget).sum())} of {errors.numel()} (row, head) pairs.\n"
+            f"row {row}, head {head}: relative L2 error {errors[row, head]:.3g} exceeds {budget:.3g}, "
+            f"{factor:g} times that of plain {plain.dtype} attention, as do {int((errors > budget).sum())} of {errors.numel()} (row, head) pairs.\n"
             f"  out:    {out[row, head, :6].tolist()}\n  oracle: {oracle[row, head, :6].tolist()}"
         )
 

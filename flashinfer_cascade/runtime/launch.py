@@ -12,10 +12,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashinfer_cascade.config import CascadeConfig
-from flashinfer_cascade.cost import Backend
+from flashinfer_cascade.cost import DECODE_GROUP_SIZES, Backend
 from flashinfer_cascade.errors import BackendUnavailableError, CapacityError, UnsupportedError
 from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
 from flashinfer_cascade.runtime.buffers import to_int32
@@ -220,6 +221,32 @@ class PagedLaunch:
                     self._workspace, self._config.kv_layout, backend=backend
                 )
         return self._wrappers[backend]
+
+
+def compile_backend(config: CascadeConfig, backend: Backend, device: torch.device) -> None:
+    """Run a backend once, so that FlashInfer compiles it, or loads what it has compiled before.
+
+    Raises:
+        UnsupportedError: the GPU or the configuration does not allow this backend.
+    """
+    if backend == "decode" and config.group_size not in DECODE_GROUP_SIZES:
+        raise UnsupportedError(f"the decode kernel takes group sizes {DECODE_GROUP_SIZES}, not {config.group_size}")
+    if backend == "fa3" and config.kv_dtype != config.dtype:
+        raise UnsupportedError(f"fa3 takes KV of q's dtype only, not {config.kv_dtype}")
+    with torch.cuda.device(device):
+        dtype, kv_dtype = getattr(torch, config.dtype), getattr(torch, config.kv_dtype)
+        page = (config.page_size, config.num_kv_heads)
+        if config.kv_layout == "HND":
+            page = page[::-1]
+        cache = torch.zeros(1, 2, *page, config.head_dim, dtype=dtype, device=device).to(kv_dtype)
+        q = torch.zeros(1, config.num_qo_heads, config.head_dim, dtype=dtype, device=device)
+        lse = torch.empty(1, config.num_qo_heads, device=device)
+        indptr = np.array([0, 1], np.int32)
+        level = Level(indptr, indptr, np.zeros(1, np.int32), np.ones(1, np.int32))
+        launch = PagedLaunch(config, torch.empty(2**25, dtype=torch.uint8, device=device))
+        launch.plan(level, torch.zeros(1, dtype=torch.int32, device=device), causal=False, backend=backend)
+        launch.run(q, cache, torch.empty_like(q), lse, k_scale=1.0)
+        torch.cuda.synchronize()
 
 
 def plan_stock(wrapper: Any, plan: CascadePlan, part: PlanPart) -> None:
