@@ -284,9 +284,10 @@ def assert_close(out: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, f
     row, head = divmod(worst, errors.shape[1])
     if errors[row, head] > budget:
         raise AssertionError(
-            f"row {row}, head {head}: relative L2 error {errors[row, head]:.3g} exceeds {budget:.3g}, "
-            f"{factor:g} times that of plain {plain.dtype} attention, as do {int((errors > budget).sum())} of {errors.numel()} (row, head) pairs.\n"
-            f"  out:    {out[row, head, :6].tolist()}\n  oracle: {oracle[row, head, :6].tolist()}"
+            f"row {row}, head {head}: relative L2 error {errors[row, head]:.3g} exceeds {budget:.3g}, {factor:g} times "
+            f"that of plain {plain.dtype} attention, as do {int((errors > budget).sum())} of {errors.numel()} (row, "
+            f"head) pairs.\n  out:    {out[row, head, :6].tolist()}\n"
+            f"  oracle: {oracle[row, head, :6].tolist()}"
         )
 
 

@@ -213,7 +213,7 @@ def test_the_budget_admits_one_more_rounding_and_no_more(dtype):
     plain = plain_attention(cfg, q, cache, *batch)
     assert 0 < relative_errors(plain, oracle).max() < torch.finfo(plain.dtype).eps
     assert_close(plain, oracle, plain, factor=1.0)
-    assert_close(plain * (1 + torch.finfo(plain.dtype).eps / 2), oracle, plain)
+    assert_close(plain.double() * (1 + torch.finfo(plain.dtype).eps / 4), oracle, plain)
     row = batch.seq_lens.index(max(batch.seq_lens))
     wrong = plain.clone()
     wrong[row, 3] *= 1 + 8 * torch.finfo(plain.dtype).eps
@@ -226,7 +226,7 @@ def test_exact_plain_attention_leaves_room_for_rounding():
     oracle, _ = dense_attention(cfg, *(args := logits_of(cfg, 1.0)))
     plain = plain_attention(cfg, *args)
     assert relative_errors(plain, oracle).max() == 0
-    assert_close(plain * (1 + torch.finfo(plain.dtype).eps / 2), oracle, plain)
+    assert_close(plain.double() * (1 + torch.finfo(plain.dtype).eps / 4), oracle, plain)
     with pytest.raises(AssertionError, match="row 0, head 0"):
         assert_close(plain * 1.01, oracle, plain)
 
