@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from flashinfer_cascade.batch import CsrTables
+from flashinfer_cascade.capacity import PlanCapacity
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
 from flashinfer_cascade.cost import DeviceProfile
 from flashinfer_cascade.errors import (
@@ -19,7 +20,7 @@ from flashinfer_cascade.errors import (
     InvalidBatchError,
     UnsupportedError,
 )
-from flashinfer_cascade.plan import CascadePlan, PlanCapacity
+from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.planner import CascadePlanner
 
 if TYPE_CHECKING:

@@ -18,6 +18,10 @@ INDEX_SLACK = 1024
 """Entries behind the last page id of a batch, so that fixed-size windows may be read past the end."""
 
 
+SPARSE_TABLE = 4
+"""A padded table with this many times more entries than page ids is read row by row."""
+
+
 class CsrTables(NamedTuple):
     """Block tables in CSR form: request r's pages are ``kv_indices[kv_indptr[r]:kv_indptr[r + 1]]``.
 
@@ -110,6 +114,7 @@ def make_batch(config: CascadeConfig, block_tables: Any, seq_lens: Any, qo_lens:
     kv_indices = np.empty(total + INDEX_SLACK, np.int32)
     kv_indices[total:] = -1
     _fill_indices(kv_indices[:total], block_tables, kv_indptr, counts, lens, config)
+    kv_indices.flags.writeable = False  # plans hold views of it
     return Batch(config.page_size, kv_indptr, kv_indices, lens, rows)
 
 
@@ -149,18 +154,24 @@ def _check_range(name: str, values: Int64Array, low: int, high: int, remedy: str
 
 
 def _integer_array(name: str, values: Any) -> NDArray[Any]:
-    """A numpy view or copy of integers in any container; refuses floats, bools and GPU tensors."""
+    """A numpy view or copy of integers in any container; refuses floats, bools, masks and GPU tensors."""
     _refuse_gpu(name, values)
-    if isinstance(values, Sequence) and not len(values):
-        return np.empty(0, np.int64)
+    if isinstance(values, (str, bytes, dict, set, frozenset, np.ma.MaskedArray)):
+        raise InvalidBatchError(f"{name} is a {type(values).__name__}: give a sequence or an array of integers")
+    if isinstance(values, Sequence) and any(isinstance(value, (bool, np.bool_)) for value in values):
+        raise InvalidBatchError(f"{name} holds bool values: give int32 or int64")
     try:
         out = np.asarray(values)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidBatchError(f"{name} is not an array of integers ({error})") from error
+    if not out.size:
+        return out.astype(np.int64)  # an empty list or array has no type that says anything
     if out.dtype.kind not in "iu":
         raise InvalidBatchError(f"{name} holds {out.dtype} values: give int32 or int64")
-    if out.dtype == np.uint64 and out.size and out.max() > np.iinfo(np.int64).max:
-        raise InvalidBatchError(f"{name} holds {out.max()}, above the int64 range")
+    if out.dtype == np.uint64:
+        if out.max() > np.iinfo(np.int64).max:
+            raise InvalidBatchError(f"{name} holds {out.max()}, above the int64 range")
+        return out.astype(np.int64)
     return out
 
 
@@ -186,7 +197,7 @@ def _fill_indices(
         ids = _from_csr(tables, counts, lens, config)
     elif getattr(tables, "ndim", None) == 2:
         ids = _from_padded(_integer_array("block_tables", tables), counts, lens, config)
-    elif isinstance(tables, (str, bytes)) or not hasattr(tables, "__len__"):
+    elif not _is_indexable(tables):
         raise InvalidBatchError(
             f"block_tables is a {type(tables).__name__}: give a list of tables, a 2-D array or CsrTables"
         )
@@ -200,6 +211,18 @@ def _fill_indices(
             f"[0, max_kv_pages={config.max_kv_pages}); its seq_len of {lens[r]} needs {counts[r]} valid pages"
         )
     out[:] = ids
+
+
+def _is_indexable(value: Any) -> bool:
+    """Whether it has a length and can be sliced, as lists, tuples, arrays and tensors can."""
+    if isinstance(value, (str, bytes, dict, set, frozenset, np.ma.MaskedArray)):
+        return False
+    try:
+        len(value)
+        value[:0]
+    except (TypeError, KeyError, IndexError):
+        return False
+    return True
 
 
 def _check_enough(given: NDArray[Any], counts: Int64Array, lens: Int64Array, page_size: int) -> None:
@@ -223,8 +246,12 @@ def _check_num_tables(num_tables: int, num_requests: int) -> None:
 def _from_padded(table: NDArray[Any], counts: Int64Array, lens: Int64Array, config: CascadeConfig) -> NDArray[Any]:
     _check_num_tables(len(table), len(counts))
     _check_enough(np.full(len(counts), table.shape[1]), counts, lens, config.page_size)
-    used = table[: len(counts), : int(counts.max())]
-    inside = np.arange(used.shape[1]) < counts[:, None]
+    longest = int(counts.max())
+    used = table[: len(counts), :longest]
+    if int(counts.sum()) * SPARSE_TABLE < used.size:
+        # A few long requests among short ones: do not touch the whole rectangle.
+        return np.concatenate([row[:count] for row, count in zip(used, counts.tolist(), strict=True)])
+    inside = np.arange(longest) < counts[:, None]
     return used.reshape(-1) if inside.all() else used[inside]
 
 
@@ -237,11 +264,11 @@ def _from_csr(tables: CsrTables, counts: Int64Array, lens: Int64Array, config: C
         raise InvalidBatchError(
             f"kv_indptr has {len(starts)} entries for {len(counts)} seq_lens: give num_requests + 1"
         )
-    given = np.diff(starts)
-    if starts[0] != 0 or given.min() < 0:
+    if starts[0] != 0 or (starts[1:] < starts[:-1]).any():
         raise InvalidBatchError("kv_indptr must start at 0 and never decrease")
     if starts[-1] > len(indices):
         raise InvalidBatchError(f"kv_indptr ends at {starts[-1]}, but kv_indices has {len(indices)} entries")
+    given = np.diff(starts)
     _check_enough(given, counts, lens, config.page_size)
     if (given == counts).all():
         return indices[: int(starts[-1])]
@@ -254,7 +281,7 @@ def _from_ragged(tables: Any, counts: Int64Array, lens: Int64Array, config: Casc
             f"{len(tables)} block tables for {len(counts)} seq_lens: give one per request, in the same order"
         )
     for r, table in enumerate(tables):
-        if not hasattr(table, "__len__") or isinstance(table, (str, bytes, dict)):
+        if not _is_indexable(table):
             raise InvalidBatchError(f"request {r}: its table is a {type(table).__name__}: give a sequence of page ids")
     _check_enough(np.array([len(table) for table in tables]), counts, lens, config.page_size)
     if all(isinstance(table, list) for table in tables):

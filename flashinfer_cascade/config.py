@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from flashinfer_cascade.errors import UnsupportedError
 
 MAX_INT32 = 2**31 - 1
+DEFAULT_NUM_ROWS = 8192
 SUPPORTED_HEAD_DIMS = (64, 128, 256)
 Q_DTYPES = ("float16", "bfloat16")
 KV_DTYPES = (*Q_DTYPES, "float8_e4m3fn", "float8_e5m2")
@@ -27,6 +28,10 @@ def _as_int(value: Any) -> Any:
         return operator.index(value)
     except TypeError:
         return value
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is int and value == 0
 
 
 def _as_dtype_name(value: Any) -> Any:
@@ -94,14 +99,15 @@ class CascadeConfig(BaseModel):
         if not isinstance(data, dict):
             return data
         data = dict(data)
-        if not data.get("kv_dtype"):
+        if data.get("kv_dtype") in (None, ""):
             data["kv_dtype"] = data.get("dtype")
-        if not data.get("max_num_rows"):
-            batch = data.get("max_batch_size", 256)
-            data["max_num_rows"] = max(batch, 8192) if isinstance(batch, int) else 8192
-        if not data.get("max_kv_indices"):
-            pages = data.get("max_kv_pages", 65536)
-            data["max_kv_indices"] = min(4 * pages, MAX_INT32) if isinstance(pages, int) and pages > 0 else 1
+        values = {name: _as_int(data.get(name, field.default)) for name, field in cls.model_fields.items()}
+        batch, pages = values["max_batch_size"], values["max_kv_pages"]
+        # Values of a wrong type are left for their own fields to refuse.
+        if _is_zero(values["max_num_rows"]):
+            data["max_num_rows"] = max(batch, DEFAULT_NUM_ROWS) if type(batch) is int else DEFAULT_NUM_ROWS
+        if _is_zero(values["max_kv_indices"]):
+            data["max_kv_indices"] = max(min(4 * pages, MAX_INT32), 1) if type(pages) is int else 1
         return data
 
     @model_validator(mode="after")

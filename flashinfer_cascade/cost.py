@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from flashinfer_cascade.batch import Batch
+from flashinfer_cascade.capacity import level_edges, nodes_at
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.csr import Int64Array, indptr
 from flashinfer_cascade.fold import Cut, FoldCosts, no_cut
@@ -45,12 +46,17 @@ DECODE_GROUP_SIZES = (1, 2, 3, 4, 8)
 DECODE_BLOCKS_PER_SM = 12
 """More blocks than this and FlashInfer's decode kernel surely does not cut KV; it is considered only then."""
 
+STOCK_LEVEL_US, STOCK_LEVEL_ROW_NS = 4.9, 0.28
+"""A further level of FlashInfer's own wrapper: fixed, and per row and query head at head_dim 128. Fitted on an H200."""
+
 LEVEL_WEIGHTS = (0.5, 2.0)
 """Each weight of a level's fixed time gives candidate cascades; the whole model then compares them."""
 
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Triple = tuple[_Positive, _Positive, _Positive]
+_Rate = Annotated[float, Field(ge=1e-3, le=1e9)]
+_Time = Annotated[float, Field(ge=0, le=1e6)]
+_Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
+_Share = Annotated[float, Field(ge=1e-3, le=1)]
 
 
 class DeviceProfile(BaseModel):
@@ -60,27 +66,27 @@ class DeviceProfile(BaseModel):
 
     name: str = Field(min_length=1)
     num_sms: int = Field(ge=1, le=4096)
-    hbm_gb_per_s: float = Field(gt=0, allow_inf_nan=False, description="rate of streaming KV from HBM, 1e9 B/s")
-    l2_gb_per_s: float = Field(gt=0, allow_inf_nan=False, description="rate of reading KV that L2 holds, 1e9 B/s")
-    tensor_tflops: float = Field(gt=0, allow_inf_nan=False, description="dense 16-bit matmul, 1e12 FLOP/s")
-    tile_efficiency: _Triple = Field(
+    hbm_gb_per_s: _Rate = Field(description="rate of streaming KV from HBM, 1e9 B/s")
+    l2_gb_per_s: _Rate = Field(description="rate of reading KV that L2 holds, 1e9 B/s")
+    tensor_tflops: _Rate = Field(description="dense 16-bit matmul, 1e12 FLOP/s")
+    tile_efficiency: tuple[_Share, _Share, _Share] = Field(
         default=(0.25, 0.39, 0.46), description="share of tensor_tflops that fa2 reaches with each tile"
     )
     fa3_efficiency: float = Field(
-        default=0.0, ge=0, le=1, description="share that fa3's 128-row tiles reach; 0: no fa3 on this device"
+        default=0.0, ge=0.0, le=1.0, description="share that fa3's 128-row tiles reach; 0: no fa3 on this device"
     )
-    fa3_block_us: float = Field(default=2.4, ge=0, allow_inf_nan=False, description="block_us of fa3")
-    block_us: _Triple = Field(default=(2.9, 2.5, 1.4), description="SM time of a block apart from its tokens")
-    lone_block: _Triple = Field(
+    fa3_block_us: _Time = Field(default=2.4, description="block_us of fa3")
+    block_us: tuple[_Positive, _Positive, _Positive] = Field(
+        default=(2.9, 2.5, 1.4), description="SM time of a block apart from its tokens"
+    )
+    lone_block: tuple[_Positive, _Positive, _Positive] = Field(
         default=(2.0, 0.65, 1.1),
         description="time a token takes in one block, however idle the GPU, in units of its SM time",
     )
-    launch_us: float = Field(default=5.1, ge=0, allow_inf_nan=False, description="fixed time of a launch")
-    split_us: float = Field(default=2.3, ge=0, allow_inf_nan=False, description="fixed time of merging cut KV")
-    split_row_ns: float = Field(
-        default=2.4, ge=0, allow_inf_nan=False, description="and per row and query head at head_dim 128"
-    )
-    decode_launch_us: float = Field(default=3.0, ge=0, allow_inf_nan=False, description="launch_us of decode")
+    launch_us: _Time = Field(default=5.1, description="fixed time of a launch")
+    split_us: _Time = Field(default=2.3, description="fixed time of merging cut KV")
+    split_row_ns: _Time = Field(default=2.4, description="and per row and query head at head_dim 128")
+    decode_launch_us: _Time = Field(default=3.0, description="launch_us of decode")
     decode_block_us: tuple[_Positive, _Positive] = Field(
         default=(0.1, 0.35), description="SM time of a decode block: fixed, and to be divided by the group size"
     )
@@ -88,10 +94,8 @@ class DeviceProfile(BaseModel):
         default=(2.0, 5.0), description="SM time of a token in decode: fixed, and per query head, at head_dim 128"
     )
     decode_lone_block: _Positive = Field(default=1.8, description="lone_block of decode")
-    merge_us: float = Field(default=2.5, ge=0, allow_inf_nan=False, description="fixed time of merging all levels")
-    merge_row_ns: float = Field(
-        default=0.09, ge=0, allow_inf_nan=False, description="and per row, query head and level at head_dim 128"
-    )
+    merge_us: _Time = Field(default=2.5, description="fixed time of merging all levels")
+    merge_row_ns: _Time = Field(default=0.09, description="and per row, query head and level at head_dim 128")
 
 
 # The H200's constants are fitted. The others keep its per-tile constants and take their rates from datasheets,
@@ -159,6 +163,11 @@ class PartShape:
         own = round_tokens(batch.seq_lens[forest.order] - shared)
         return cls(forest, batch.page_size, rows, indptr(rows), shared + own)
 
+    @property
+    def node_rows(self) -> Int64Array:
+        """Query rows that each node covers: int64[num_nodes]."""
+        return self.row_indptr[self.forest.end] - self.row_indptr[self.forest.begin]
+
     def seen(self, tokens: Int64Array) -> Int64Array:
         """Tokens that a row sees on average when the request's last rows are causal."""
         seen: Int64Array = np.maximum(tokens - self.rows // 2, 0)
@@ -176,14 +185,12 @@ class Launch:
 
     Attributes:
         rows: int64[num_groups], query rows.
-        tokens: int64[num_groups], KV tokens that a row of the group sees, on average.
-        num_empty: groups without KV beside these.
+        tokens: int64[num_groups], KV tokens that a row of the group sees, on average; 0 for a group without KV.
         hbm_tokens: KV tokens that come from HBM; repeated reads come from L2.
     """
 
     rows: Int64Array
     tokens: Int64Array
-    num_empty: int
     hbm_tokens: int
 
 
@@ -211,7 +218,7 @@ class CostModel:
         self.decode_token_us = max(l2_us, (fixed_ns + group * head_ns) * 1e-3 * dim / 128)
         self.row_heads_at_128 = config.num_qo_heads * config.head_dim / 128
 
-    def tile_index(self, average_packed_rows: float) -> int:
+    def tile_index(self, average_packed_rows: int) -> int:
         """FlashInfer's choice: index into TILES."""
         if average_packed_rows > TILES[1] and self.config.head_dim < 256:
             return 2
@@ -226,7 +233,7 @@ class CostModel:
             uncut_us, _ = self._fa2(launch, num_rows, may_cut=False)
             if uncut_us < us:
                 us, backend = uncut_us, "fa2_uncut"
-        if num_rows == len(launch.rows) and not launch.num_empty:
+        if num_rows == len(launch.rows):
             decode_us = self.decode_us(launch)
             if decode_us < us:
                 us, backend = decode_us, "decode"
@@ -243,7 +250,7 @@ class CostModel:
     def _fa2(self, launch: Launch, num_rows: int, may_cut: bool) -> tuple[float, bool]:
         """Microseconds, and whether KV is cut."""
         p, config = self.profile, self.config
-        tile = self.tile_index(num_rows * config.group_size / (len(launch.rows) + launch.num_empty))
+        tile = self.tile_index(num_rows * config.group_size // len(launch.rows))
         tiles = -(-(launch.rows * config.group_size) // TILES[tile])
         blocks, longest, is_cut = self._blocks(tiles, launch.tokens, may_cut)
         tokens = int(tiles @ launch.tokens) * config.num_kv_heads
@@ -316,22 +323,29 @@ class CostModel:
         alone_us = longest * self.decode_token_us * p.decode_lone_block
         return p.decode_launch_us + _longer(max(busy_us, alone_us), launch.hbm_tokens * self.hbm_us_per_token)
 
+    def stock(self, shape: PartShape, cut: Cut) -> tuple[float, tuple[Backend, ...]]:
+        """A cascade on FlashInfer's own multi-level wrapper, forced to fa2: zero-fills and a merge for each level."""
+        launches = self.level_launches(shape, cut)
+        level_us = STOCK_LEVEL_US + int(shape.row_indptr[-1]) * self.row_heads_at_128 * STOCK_LEVEL_ROW_NS * 1e-3
+        backends: list[Backend] = ["fa2"] * len(launches)
+        return sum(map(self.fa2_us, launches)) + (len(launches) - 1) * level_us, tuple(backends)
+
     def level_launches(self, shape: PartShape, cut: Cut) -> list[Launch]:
         """The launches of a cut, the most shared level first."""
         forest, page = shape.forest, self.config.page_size
         page_end = forest.page_begin + forest.num_pages
         launches = []
         for level in range(cut.num_levels - 1):
-            nodes = np.flatnonzero(cut.kept & (cut.node_level == level))
-            begin, end = forest.begin[nodes], forest.end[nodes]
-            tokens = (page_end[nodes] - cut.node_start[nodes]) * page
-            gaps = int((begin[1:] > end[:-1]).sum()) + int(begin[0] > 0) + int(end[-1] < len(forest.order))
-            rows = shape.row_indptr[end] - shape.row_indptr[begin]
-            launches.append(Launch(rows, tokens, gaps, int(tokens.sum())))
+            nodes = nodes_at(forest, cut, level)
+            edges = level_edges(forest.begin[nodes], forest.end[nodes], len(forest.order))
+            tokens = np.zeros(len(edges) - 1, np.int64)
+            tokens[np.searchsorted(edges, forest.begin[nodes])] = (page_end[nodes] - cut.node_start[nodes]) * page
+            borders = shape.row_indptr[edges]
+            launches.append(Launch(borders[1:] - borders[:-1], tokens, int(tokens.sum())))
         own = shape.context - cut.tail_start * page
         # Runs that several requests read for themselves come from HBM once.
         unique = shape.unique_tokens() - int(forest.num_pages[cut.kept].sum()) * page
-        return [*launches, Launch(shape.rows, shape.seen(own), 0, unique)]
+        return [*launches, Launch(shape.rows, shape.seen(own), unique)]
 
     def fold_costs(self, shape: PartShape) -> FoldCosts:
         """What the segments over a part's forest cost, each on its own, for several candidates.
@@ -341,7 +355,7 @@ class CostModel:
         """
         p, config, forest = self.profile, self.config, shape.forest
         heads, page = config.num_kv_heads, config.page_size
-        node_rows = shape.row_indptr[forest.end] - shape.row_indptr[forest.begin]
+        node_rows = shape.node_rows
         fixed, per_token = self._block_costs(node_rows)
         own = shape.context - forest.tail_begin * page
         inside = forest.tail_node >= 0

@@ -26,14 +26,18 @@ class Cut:
         kept: bool[num_nodes], nodes that end a segment: their run and those of the unkept nodes right above.
         node_start: int64[num_nodes], page at which the segment that passes through each node begins.
         node_level: int64[num_nodes], kept nodes above.
+        node_above: int64[num_nodes], nearest kept node above each node, -1 for none.
         tail_start: int64[num_requests], page at which the own segment of the request at each position begins.
+        tail_above: int64[num_requests], kept node right above the own segment of the request at each position, or -1.
         num_levels: levels, the own segments' one included.
     """
 
     kept: BoolArray
     node_start: Int64Array
     node_level: Int64Array
+    node_above: Int64Array
     tail_start: Int64Array
+    tail_above: Int64Array
     num_levels: int
 
 
@@ -42,23 +46,29 @@ def cut_at(forest: PrefixForest, kept: BoolArray) -> Cut:
     page_end = forest.page_begin + forest.num_pages
     start = np.zeros(forest.num_nodes, np.int64)
     level = np.zeros(forest.num_nodes, np.int64)
+    nearest = np.full(forest.num_nodes, -1)
     for low, high in _by_depth(forest)[1:]:
         above = forest.parent[low:high]
         start[low:high] = np.where(kept[above], page_end[above], start[above])
         level[low:high] = level[above] + kept[above]
+        nearest[low:high] = np.where(kept[above], above, nearest[above])
     tail_start = np.zeros(len(forest.order), np.int64)
-    inside = forest.tail_node >= 0
+    tail_above = np.full(len(forest.order), -1)
+    inside = (forest.tail_node >= 0).nonzero()[0]
     node = forest.tail_node[inside]
     tail_start[inside] = np.where(kept[node], page_end[node], start[node])
+    tail_above[inside] = np.where(kept[node], node, nearest[node])
     num_levels = 1 + int(level[kept].max() + 1) if kept.any() else 1
-    return Cut(kept, start, level, tail_start, num_levels)
+    return Cut(kept, start, level, nearest, tail_start, tail_above, num_levels)
 
 
 def no_cut(forest: PrefixForest) -> Cut:
     """Flat: every request's whole context is its own segment."""
-    zeros = np.zeros(max(forest.num_nodes, len(forest.order)), np.int64)
-    nodes, requests = zeros[: forest.num_nodes], zeros[: len(forest.order)]
-    return Cut(nodes.astype(np.bool_), nodes, nodes, requests, 1)
+    nodes, requests = forest.num_nodes, len(forest.order)
+    zeros = np.zeros(max(nodes, requests), np.int64)
+    none = zeros - 1
+    kept = np.zeros(nodes, np.bool_)
+    return Cut(kept, zeros[:nodes], zeros[:nodes], none[:nodes], zeros[:requests], none[:requests], 1)
 
 
 def _by_depth(forest: PrefixForest) -> list[tuple[int, int]]:

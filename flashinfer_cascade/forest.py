@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class PrefixForest:
         end: int64[num_nodes], behind the last position covered.
         page_begin: int64[num_nodes], pages above the node.
         num_pages: int64[num_nodes], pages of its run, at least 1.
+        first_page: int64[num_nodes], id of its first page.
         tail_node: int64[num_requests], deepest node of the request at each position, -1 where it shares nothing.
         tail_begin: int64[num_requests], page at which the own KV of the request at each position begins.
     """
@@ -40,8 +41,13 @@ class PrefixForest:
     end: Int64Array
     page_begin: Int64Array
     num_pages: Int64Array
+    first_page: Int64Array
     tail_node: Int64Array
     tail_begin: Int64Array
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            getattr(self, field.name).flags.writeable = False
 
     @property
     def num_nodes(self) -> int:
@@ -93,7 +99,8 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         members = members[in_shared]
         run = _common_run(batch, starts[members], limits[members], depth, size)
         ids = np.arange(num_nodes, num_nodes + len(begin))
-        found.append(np.stack((parent, np.full(len(begin), level), begin, begin + size, depth, run)))
+        first_page = batch.kv_indices[starts[order[begin]] + depth]
+        found.append(np.stack((parent, np.full(len(begin), level), begin, begin + size, depth, run, first_page)))
         num_nodes += len(begin)
         depth, parent = depth + run, ids
         covered = positions[in_shared]
@@ -101,8 +108,8 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         tail_begin[covered] = depth.repeat(size)
         level += 1
 
-    node = np.concatenate(found, axis=1) if found else np.empty((6, 0), np.int64)
-    return PrefixForest(order, node[0], node[1], node[2], node[3], node[4], node[5], tail_node, tail_begin)
+    node = np.concatenate(found, axis=1) if found else np.empty((7, 0), np.int64)
+    return PrefixForest(order, node[0], node[1], node[2], node[3], node[4], node[5], node[6], tail_node, tail_begin)
 
 
 def _label_by_next_page(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from flashinfer_cascade.config import MAX_INT32, CascadeConfig
+from flashinfer_cascade.capacity import PlanCapacity, capacity_error, level_edges
+from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.cost import Backend
 from flashinfer_cascade.csr import Int32Array, indptr, ranges
 from flashinfer_cascade.errors import BackendUnavailableError, CapacityError
@@ -37,38 +38,6 @@ class Level(NamedTuple):
     kv_last_page_len: Int32Array
 
 
-@dataclass(frozen=True, slots=True)
-class PlanCapacity:
-    """What a captured graph or a runtime reserved, or what a plan uses (`CascadePlan.usage`).
-
-    Attributes:
-        num_rows: query tokens.
-        num_segments: segments over all parts.
-        num_partials: (segment, row) pairs.
-        num_page_indices: page ids over all segments.
-        num_levels: levels of the whole-batch levels view.
-        num_slots: groups of its largest level, those without KV included.
-    """
-
-    num_rows: int = MAX_INT32
-    num_segments: int = MAX_INT32
-    num_partials: int = MAX_INT32
-    num_page_indices: int = MAX_INT32
-    num_levels: int = MAX_INT32
-    num_slots: int = MAX_INT32
-
-    def lacks(self, needed: PlanCapacity) -> dict[str, tuple[int, int]]:
-        """Name -> (needed, reserved) of whatever does not fit; empty when all does."""
-        pairs = {f.name: (getattr(needed, f.name), getattr(self, f.name)) for f in fields(self)}
-        return {name: pair for name, pair in pairs.items() if pair[0] > pair[1]}
-
-
-def capacity_error(what: str, lacking: dict[str, tuple[int, int]], remedy: str) -> CapacityError:
-    """One error for all that does not fit."""
-    listed = ", ".join(f"{name} {needed} > {reserved}" for name, (needed, reserved) in lacking.items())
-    return CapacityError(f"{what} does not fit the capacity: {listed}. {remedy}")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanPart:
     """A subset of the batch's requests with one executor.
@@ -82,6 +51,7 @@ class PlanPart:
         seg_begin, seg_end: its segments.
         num_levels: levels of its own view, 1 when flat.
         backends: kernel of each level.
+        causal: whether some request appends more than one token, so that the last level needs a causal mask.
         forest: all sharing found among its requests.
         kept: bool[forest.num_nodes], nodes that end a segment; the others are merged into what lies below.
         predicted_us: predicted GPU time a layer of each candidate, by executor.
@@ -98,6 +68,7 @@ class PlanPart:
     seg_end: int
     num_levels: int
     backends: tuple[Backend, ...]
+    causal: bool
     forest: PrefixForest
     kept: np.ndarray[Any, np.dtype[np.bool_]]
     predicted_us: dict[str, float]
@@ -106,11 +77,6 @@ class PlanPart:
     def num_requests(self) -> int:
         """Requests of the part."""
         return self.request_end - self.request_begin
-
-    @property
-    def causal(self) -> bool:
-        """Whether some request has more than one row, so that the last level needs a causal mask."""
-        return self.row_end - self.row_begin > self.num_requests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +101,8 @@ class CascadePlan:
         seg_kv_start: int32[num_segments], in tokens, a multiple of page_size: where the run lies in its sequences.
         seg_kv_len: int32[num_segments], in tokens; 0 for padding.
         seg_level: int32[num_segments], level within the part; segments are sorted by part, level and row.
-        structure_id: equal in two plans of one planner that differ in lengths alone.
+        structure_id: names the structure within this process; plans that share it differ in lengths alone. A
+            one-shot plan has one of its own.
         generation: how many plans of this structure came before.
     """
 
@@ -156,7 +123,7 @@ class CascadePlan:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        for array in self._arrays():
+        for array in (*self._arrays(), *(part.kept for part in self.parts)):
             if array is not None:
                 array.flags.writeable = False
 
@@ -165,7 +132,10 @@ class CascadePlan:
         return CascadePlan, tuple(getattr(self, f.name) for f in fields(self))
 
     def _arrays(self) -> Iterator[Int32Array | None]:
-        return (getattr(self, f.name) for f in fields(self)[2:-2])
+        """All that makes two plans of one configuration and one choice of kernels the same."""
+        yield from (self.row_order, self.row_pos, self.request_order, self.qo_indptr)
+        yield from (self.seg_row_begin, self.seg_num_rows, self.seg_page_indptr, self.seg_pages)
+        yield from (self.seg_kv_start, self.seg_kv_len, self.seg_level)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CascadePlan):
@@ -204,8 +174,8 @@ class CascadePlan:
 
     @property
     def causal(self) -> bool:
-        """Whether some request has more than one row, so that the last level needs a causal mask."""
-        return self.num_rows > self.num_requests
+        """Whether some request appends more than one token, so that the last level needs a causal mask."""
+        return any(part.causal for part in self.parts)
 
     @property
     def row_rank(self) -> Int32Array | None:
@@ -263,9 +233,7 @@ class CascadePlan:
         segs = np.concatenate([np.arange(low, high) for low, high in spans])
         row_0, num_rows = parts[0].row_begin, parts[-1].row_end - parts[0].row_begin
         begin = self.seg_row_begin[segs] - row_0
-        # Rows between segments form groups without KV.
-        edges = np.concatenate(([0], np.column_stack((begin, begin + self.seg_num_rows[segs])).ravel(), [num_rows]))
-        qo_indptr = edges[np.concatenate(([True], edges[1:] > edges[:-1]))]
+        qo_indptr = level_edges(begin, begin + self.seg_num_rows[segs], num_rows)
         group = np.searchsorted(qo_indptr, begin)
         page_counts = np.zeros(len(qo_indptr) - 1, np.int64)
         page_counts[group] = np.diff(self.seg_page_indptr)[segs]
@@ -281,13 +249,14 @@ class CascadePlan:
 
     def usage(self) -> PlanCapacity:
         """What the plan needs reserved."""
+        shared = self.levels()[:-1] if self.num_levels > 1 else []
         return PlanCapacity(
             num_rows=self.num_rows,
             num_segments=self.num_segments,
             num_partials=int(self.seg_num_rows.sum()),
             num_page_indices=len(self.seg_pages),
             num_levels=self.num_levels,
-            num_slots=max(len(level.kv_last_page_len) for level in self.levels()),
+            num_slots=max((len(level.kv_last_page_len) for level in shared), default=0),
         )
 
     def to_flashinfer(
@@ -303,7 +272,8 @@ class CascadePlan:
         Args:
             num_levels: levels of the wrapper; missing ones are added without KV.
             slots: groups of each level, or one number for all: what a wrapper built for CUDA graphs fixes.
-                Missing groups are added without rows.
+                Missing groups are added without rows. In CUDA graphs FlashInfer needs at least as many rows, in the
+                first plan of a wrapper, as it has groups.
             part: this part alone, for its rows of ``q[row_order]``; None is the whole batch.
 
         Raises:
@@ -315,7 +285,7 @@ class CascadePlan:
         except ImportError as error:
             raise BackendUnavailableError("to_flashinfer needs torch: pip install torch") from error
         levels = self.levels(part, num_levels)
-        per_level = [slots] * len(levels) if slots is None or isinstance(slots, int) else list(slots)
+        per_level = list(slots) if isinstance(slots, Sequence) else [slots] * len(levels)
         if len(per_level) != len(levels):
             raise CapacityError(f"slots names {len(per_level)} levels, but there are {len(levels)}: give one per level")
         padded = [

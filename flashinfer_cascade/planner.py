@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashinfer_cascade.batch import Batch, make_batch
+from flashinfer_cascade.capacity import PlanCapacity, capacity_error, fit_cut, num_slots
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
 from flashinfer_cascade.cost import PROFILES, Backend, CostModel, DeviceProfile, PartShape
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.errors import UnsupportedError
-from flashinfer_cascade.fold import BoolArray, Cut, best_cuts, cut_at, no_cut
+from flashinfer_cascade.fold import Cut, best_cuts, cut_at, no_cut
 from flashinfer_cascade.forest import PrefixForest, build_forest
-from flashinfer_cascade.plan import CascadePlan, Executor, PartName, PlanCapacity, PlanPart, capacity_error
+from flashinfer_cascade.plan import CascadePlan, Executor, PartName, PlanPart
 
 SLICE_COPY_PAGES = 24
 """Runs longer than this on average are copied one by one rather than gathered page by page."""
 
 
+_structure_ids = itertools.count(1)
+
+
 class CascadePlanner:
-    """Plans batches of one configuration. Keeps no state of a batch; one planner serves one thread.
+    """Plans batches of one configuration. It keeps no state: any thread may use it.
 
     Args:
         config: the attention and the limits.
@@ -50,7 +53,6 @@ class CascadePlanner:
             profile = PROFILES[profile]
         self.profile = profile
         self._cost = CostModel(config, profile)
-        self._structures = 0
 
     def plan(
         self, block_tables: Any, seq_lens: Any, qo_lens: Any = None, *, capacity: PlanCapacity | None = None
@@ -61,7 +63,8 @@ class CascadePlanner:
             block_tables: one table per request, in any form that `batch.make_batch` takes.
             seq_lens: int[num_requests], KV tokens with this step's new ones; 0 marks a padding request.
             qo_lens: int[num_requests], query rows of this step; None is one each.
-            capacity: what the plan must fit into; nodes are merged, the least useful first, until it does.
+            capacity: what the plan must fit into; shared segments are merged into those below, the least useful
+                first, until it does. Flat fits where the batch does.
 
         Raises:
             InvalidBatchError: wrong input; names the request and the position.
@@ -69,24 +72,38 @@ class CascadePlanner:
             CapacityError: not even the flat plan fits.
         """
         batch = make_batch(self.config, block_tables, seq_lens, qo_lens)
-        choices = self._choose_parts(batch)
-        plan = self._assemble(batch, choices)
-        if capacity is not None and capacity.lacks(plan.usage()):
-            plan = self._fit(batch, choices, capacity)
-        return plan
-
-    def _choose_parts(self, batch: Batch) -> list[_Choice]:
         append = batch.qo_lens > self.policy.max_decode_rows
-        if not append.any():
-            return [self._choose("decode", batch, None)]
-        if append.all():
-            return [self._choose("append", batch, None)]
-        return [
-            self._choose("decode", batch, np.flatnonzero(~append)),
-            self._choose("append", batch, np.flatnonzero(append)),
-        ]
+        groups: list[tuple[PartName, Int64Array | None]]
+        if append.any() and not append.all():
+            groups = [("decode", np.flatnonzero(~append)), ("append", np.flatnonzero(append))]
+        else:
+            groups = [("append" if append.all() else "decode", None)]
+        if capacity is None:
+            return self._assemble(batch, [self._choose(name, batch, requests, None) for name, requests in groups])
+        flat = PlanCapacity(batch.num_rows, batch.num_requests, batch.num_rows, batch.num_pages, 1, 0)
+        if lacking := capacity.lacks(flat):
+            raise capacity_error("the flat plan", lacking, "Reserve more, or run this batch eagerly")
+        # What flat leaves over is given to the parts in turn.
+        segments, partials = capacity.num_segments - flat.num_segments, capacity.num_partials - flat.num_partials
+        slots = capacity.num_slots - (len(groups) - 1)
+        choices = []
+        for name, requests in groups:
+            count = batch.num_requests if requests is None else len(requests)
+            rows = batch.num_rows if requests is None else int(batch.qo_lens[requests].sum())
+            room = PlanCapacity(
+                num_segments=count + segments,
+                num_partials=rows + partials,
+                num_levels=capacity.num_levels,
+                num_slots=max(slots, 0),
+            )
+            choices.append(self._choose(name, batch, requests, room))
+            cut, shape = choices[-1].cut, choices[-1].shape
+            segments -= int(cut.kept.sum())
+            partials -= int(shape.node_rows[cut.kept].sum())
+            slots -= num_slots(shape.forest, cut)
+        return self._assemble(batch, choices)
 
-    def _choose(self, name: PartName, batch: Batch, requests: Int64Array | None) -> _Choice:
+    def _choose(self, name: PartName, batch: Batch, requests: Int64Array | None, room: PlanCapacity | None) -> _Choice:
         """Decide on one part: its sharing, its segments, its executor."""
         forest = build_forest(batch, requests)
         shape = PartShape.of(batch, forest)
@@ -108,23 +125,27 @@ class CascadePlanner:
             return flat(f"window_left={window} does not cover the longest context of {longest} tokens")
         if not forest.num_nodes:
             return flat("no full page is shared")
-        cuts = self._candidate_cuts(shape)
-        if not cuts:
+        wanted = self._candidate_cuts(shape)
+        if not wanted:
             return flat("every shared run is too small to pay for a level")
-        rated = [(*self._cost.levels(shape, cut), cut) for cut in cuts]
-        levels_us, backends, cut = min(rated, key=lambda item: item[0])
-        predicted = {"flat": flat_us, "levels": levels_us}
+        cuts = [self._fit(shape, cut, room) for cut in wanted]
+        if not any(cut.kept.any() for cut in cuts):
+            return flat("the capacity has no room for a shared segment")
+        cascade: Executor = "levels" if policy.executor == "auto" else policy.executor
+        rate = self._cost.stock if cascade == "stock" else self._cost.levels
+        rated = [(*rate(shape, cut), cut, i) for i, cut in enumerate(cuts) if cut.kept.any()]
+        us, backends, cut, which = min(rated, key=lambda item: item[0])
+        predicted: dict[str, float] = {"flat": flat_us, cascade: us}
+        merged = int(wanted[which].kept.sum() - cut.kept.sum())
+        note = f"; {merged} shared segments merged to fit the limits" if merged else ""
         if policy.executor != "auto":
-            reason = f"the policy asks for {policy.executor}"
-            return _Choice(name, policy.executor, reason, shape, cut, backends, predicted)
-        gain = flat_us / levels_us
+            return _Choice(name, cascade, f"the policy asks for {cascade}{note}", shape, cut, backends, predicted)
+        gain = flat_us / us
         if gain < policy.min_speedup:
-            return flat(
-                f"a cascade is predicted {gain:.2f}x as fast, below min_speedup={policy.min_speedup:g}",
-                levels=levels_us,
-            )
-        reason = f"predicted {gain:.2f}x as fast as flat"
-        return _Choice(name, "levels", reason, shape, cut, backends, predicted)
+            low = f"a cascade is predicted {gain:.2f}x as fast, below min_speedup={policy.min_speedup:g}"
+            return flat(low + note, levels=us)
+        reason = f"predicted {gain:.2f}x as fast as flat{note}"
+        return _Choice(name, cascade, reason, shape, cut, backends, predicted)
 
     def _candidate_cuts(self, shape: PartShape) -> list[Cut]:
         forest = shape.forest
@@ -133,49 +154,14 @@ class CascadePlanner:
         distinct = {mask.tobytes(): mask for mask in masks if mask.any()}
         if not distinct and self.policy.executor != "auto":
             distinct = {b"": everything}
-        cuts = []
-        for mask in distinct.values():
-            cut = cut_at(forest, mask)
-            if cut.num_levels > self.policy.max_levels:
-                kept = _drop_until(
-                    lambda kept: cut_at(forest, kept).num_levels <= self.policy.max_levels, mask, _usefulness(forest)
-                )
-                cut = cut_at(forest, kept)
-            cuts.append(cut)
-        return cuts
+        return [cut_at(forest, mask) for mask in distinct.values()]
 
-    def _fit(self, batch: Batch, choices: list[_Choice], capacity: PlanCapacity) -> CascadePlan:
-        """Merge nodes over all parts, the least useful first, until the plan fits; flat is the last resort."""
-
-        def plan_with(kept: BoolArray) -> CascadePlan:
-            refitted, low = [], 0
-            for choice in choices:
-                high = low + choice.forest.num_nodes
-                refitted.append(self._folded_to(choice, kept[low:high]))
-                low = high
-            return self._assemble(batch, refitted)
-
-        kept = np.concatenate([choice.cut.kept for choice in choices])
-        lacking = capacity.lacks(plan_with(np.zeros_like(kept)).usage())
-        if lacking:
-            raise capacity_error("the flat plan", lacking, "Reserve more, or run this batch eagerly")
-        useful = np.concatenate([_usefulness(choice.forest) for choice in choices])
-        return plan_with(_drop_until(lambda kept: not capacity.lacks(plan_with(kept).usage()), kept, useful))
-
-    def _folded_to(self, choice: _Choice, kept: BoolArray) -> _Choice:
-        if (kept == choice.cut.kept).all():
-            return choice
-        cut = cut_at(choice.forest, kept)
-        executor: Executor = choice.executor if kept.any() else "flat"
-        us, backends = self._cost.levels(choice.shape, cut) if kept.any() else self._cost.flat(choice.shape)
-        return replace(
-            choice,
-            executor=executor,
-            reason=f"merged {int(choice.cut.kept.sum() - kept.sum())} nodes to fit the capacity; {choice.reason}",
-            cut=cut,
-            backends=backends,
-            predicted_us=choice.predicted_us | {"levels" if kept.any() else "flat": us},
-        )
+    def _fit(self, shape: PartShape, cut: Cut, room: PlanCapacity | None) -> Cut:
+        if room is None and cut.num_levels <= self.policy.max_levels:
+            return cut
+        room = room or PlanCapacity()
+        levels = min(room.num_levels, self.policy.max_levels)
+        return fit_cut(shape.forest, shape.node_rows, int(shape.row_indptr[-1]), cut, replace(room, num_levels=levels))
 
     def _assemble(self, batch: Batch, choices: list[_Choice]) -> CascadePlan:
         """Lay out all parts' requests, rows and segments in one set of arrays."""
@@ -207,6 +193,7 @@ class CascadePlanner:
                     seg_end=seg + num,
                     num_levels=choice.cut.num_levels,
                     backends=choice.backends,
+                    causal=bool(((qo_lens > 1) & (seq_lens > 0))[begin:end].any()),
                     forest=choice.forest,
                     kept=choice.cut.kept,
                     predicted_us=choice.predicted_us,
@@ -215,7 +202,6 @@ class CascadePlanner:
             begin, seg = end, seg + num
         joined = [np.concatenate(column) for column in zip(*segments, strict=True)]
         row_begin, num_rows, page_from, page_counts, kv_start, kv_len, level = joined
-        self._structures += 1
         return CascadePlan(
             config=self.config,
             parts=tuple(parts),
@@ -230,7 +216,7 @@ class CascadePlanner:
             seg_kv_start=kv_start.astype(np.int32),
             seg_kv_len=kv_len.astype(np.int32),
             seg_level=level.astype(np.int32),
-            structure_id=self._structures,
+            structure_id=next(_structure_ids),
         )
 
 
@@ -292,25 +278,3 @@ def _gather_runs(batch: Batch, starts: Int64Array, counts: Int64Array) -> Int32A
     if counts.sum() > SLICE_COPY_PAGES * len(starts):
         return np.concatenate([pages[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
     return pages[ranges(starts, counts)]
-
-
-def _usefulness(forest: PrefixForest) -> Int64Array:
-    """Page reads that keeping each node saves."""
-    return forest.num_pages * (forest.end - forest.begin - 1)
-
-
-def _drop_until(fits: Callable[[BoolArray], bool], kept: BoolArray, useful: Int64Array) -> BoolArray:
-    """Unkeep as few nodes as needed, the least useful first."""
-    candidates = np.flatnonzero(kept)
-    candidates = candidates[np.argsort(useful[candidates], kind="stable")]
-
-    def without(count: int) -> BoolArray:
-        rest = kept.copy()
-        rest[candidates[:count]] = False
-        return rest
-
-    count = bisect_left(range(len(candidates)), True, key=lambda count: fits(without(count)))
-    # Groups without KV can make a level larger with one node fewer: go on until it really fits.
-    while count < len(candidates) and not fits(without(count)):
-        count += 1
-    return without(count)

@@ -101,8 +101,6 @@ def summary(plan: CascadePlan) -> dict[str, Any]:
         "pages_flat": flat_pages,
         "pages_read": len(plan.seg_pages),
         **{name: sum(part[name] for part in parts) for name in totals},
-        "structure_id": plan.structure_id,
-        "generation": plan.generation,
         "parts": parts,
     }
 

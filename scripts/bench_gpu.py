@@ -148,7 +148,7 @@ def table(record):
         lines.append("|---|---|---|---|---|---|---|---|---|")
         for row in rows:
             us = {name: value[0] for name, value in row["us"].items()}
-            default = f"{us['stock_default']:.1f}" if "stock_default" in us else "–"
+            default = f"{us['stock_default']:.1f}" if "stock_default" in us else "-"
             best = min(us["flat"], us["stock_fa2"], us.get("stock_default", math.inf))
             lines.append(
                 f"| {row['workload']} | {row['roof_us']:.1f} | {us['flat']:.1f} | {default} | {us['stock_fa2']:.1f} "

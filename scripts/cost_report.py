@@ -45,7 +45,7 @@ def predict_tree(spec, heads):
 def predict_launch(row):
     model = CostModel(config(row["heads"]), PROFILES["h200"])
     groups = row["groups"]
-    launch = Launch(np.full(groups, row["rows"]), np.full(groups, row["tokens"]), 0, groups * row["tokens"])
+    launch = Launch(np.full(groups, row["rows"]), np.full(groups, row["tokens"]), groups * row["tokens"])
     return model.fa3_us(launch) if row["kind"] == "fa3" else model.fa2_us(launch)
 
 

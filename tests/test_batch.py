@@ -90,6 +90,27 @@ def test_the_batch_owns_its_arrays():
     assert batch.seq_lens.tolist() == SEQ_LENS
 
 
+def test_empty_arrays_pad_whatever_their_type():
+    batch = make_batch(config(), [np.array([1, 2]), np.array([]), ()], [8, 0, 0])
+    assert batch.kv_indptr.tolist() == [0, 2, 2, 2]
+
+
+def test_a_tensor_that_requires_grad_is_refused():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidBatchError, match="seq_lens is not an array of integers"):
+        make_batch(config(), [[1]], torch.tensor([4.0], requires_grad=True))
+
+
+def test_one_long_request_among_many_short_ones_costs_what_it_holds():
+    table = np.broadcast_to(np.arange(2**17, dtype=np.int32), (4096, 2**17))
+    lens = np.full(4096, 100)
+    lens[0] = 2**17
+    big = config(page_size=1, max_batch_size=4096, max_kv_pages=2**17, max_kv_indices=2**20)
+    batch = make_batch(big, table, lens)
+    assert batch.num_pages == 2**17 + 4095 * 100
+    assert min(_seconds(lambda: make_batch(big, table, lens)) for _ in range(3)) < 0.1
+
+
 def test_padding_requests_need_no_pages():
     batch = make_batch(config(), [[1], [], []], [1, 0, 0])
     assert batch.kv_indptr.tolist() == [0, 1, 1, 1]
@@ -114,7 +135,19 @@ BAD = {
     "bool length": (([[1]], [True]), "seq_lens holds bool values"),
     "2-D lengths": (([[1]], [[3]]), r"seq_lens has shape \(1, 1\)"),
     "ragged lengths": (([[1]], [[3], [4, 5]]), "seq_lens is not an array of integers"),
-    "text lengths": (([[1]], "3"), "seq_lens holds <U1 values"),
+    "text lengths": (([[1]], "3"), "seq_lens is a str"),
+    "mixed bool lengths": (([[1], [1]], [True, 3]), "seq_lens holds bool values"),
+    "masked lengths": (([[1]], np.ma.masked_array([3])), "seq_lens is a MaskedArray"),
+    "scalar tables": ((np.array(5), [4]), "block_tables is a ndarray"),
+    "scalar table": (([np.array(5)], [4]), "request 0: its table is a ndarray"),
+    "set of tables": (({(1,), (2,)}, [4, 4]), "block_tables is a set"),
+    "set table": (([{1, 2}], [8]), "request 0: its table is a set"),
+    "masked table": ((np.ma.masked_array([[1]]), [4]), "block_tables is a MaskedArray"),
+    "length only": ((type("Len", (), {"__len__": lambda self: 1})(), [4]), "block_tables is a Len"),
+    "csr wrap": (
+        (CsrTables([0, 2**63 - 1, -(2**63), -2, 0], [1, 2, 3, 4]), [0, 0, 0, 8]),
+        "must start at 0 and never decrease",
+    ),
     "short table": (([[1, 2], [1]], [8, 8]), r"request 1: its table has 1 pages, but seq_lens\[1\] = 8 needs 2"),
     "short padded": ((np.zeros((2, 1), int), [4, 8]), "request 1: its table has 1 pages"),
     "negative id": (([[1, 2], [3, -1]], [8, 8]), "request 1: page id -1 at position 1"),

@@ -21,6 +21,15 @@ def test_defaults():
     assert CascadeConfig(**GOOD, sm_scale=0.5).softmax_scale == 0.5
 
 
+def test_defaults_follow_numpy_integers():
+    assert CascadeConfig(**GOOD, max_kv_pages=np.int64(1000)).max_kv_indices == 4000
+    assert CascadeConfig(**GOOD, max_batch_size=np.int32(10_000)).max_num_rows == 10_000
+    with pytest.raises(ValidationError, match="valid integer"):
+        CascadeConfig(**GOOD, max_num_rows=False)
+    with pytest.raises(ValidationError, match="kv_dtype"):
+        CascadeConfig(**GOOD, kv_dtype=0)
+
+
 def test_numpy_ints_and_torch_dtypes_are_taken():
     torch = pytest.importorskip("torch")
     c = CascadeConfig(**(GOOD | {"page_size": np.int32(16), "dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn}))

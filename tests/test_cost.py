@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from flashinfer_cascade import CascadeConfig, CascadePlanner, DeviceProfile, PlannerPolicy
+from flashinfer_cascade.batch import make_batch
 from flashinfer_cascade.bench.stock import predict_stock
 from flashinfer_cascade.bench.workloads import append, tree
-from flashinfer_cascade.cost import PROFILES, CostModel, round_tokens
+from flashinfer_cascade.cost import PROFILES, TILES, CostModel, PartShape, round_tokens
+from flashinfer_cascade.fold import cut_at
+from flashinfer_cascade.forest import build_forest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -126,6 +129,31 @@ def test_blocks_are_cut_as_flashinfer_cuts_them(groups, shape):
     assert is_cut == (piece < max(pages))
 
 
+def test_predicted_launches_are_the_plans_levels():
+    """Groups, rows and tokens of every level, gaps included, in whatever order nodes are numbered."""
+    tables = [[1, 2, 3, 4, 50 + r] for r in range(3)] + [[1, 2, 3, 60 + r] for r in range(2)]
+    tables += (
+        [[80 + r] for r in range(2)] + [[1, 2, 9, 10, 70 + r] for r in range(3)] + [[30, 31, 90 + r] for r in range(2)]
+    )
+    config = cost_report.config((32, 8))
+    batch = make_batch(config, tables, [16 * len(t) for t in tables])
+    plan = CascadePlanner(config, PlannerPolicy(executor="levels", fold=False)).plan(tables, batch.seq_lens)
+    forest = build_forest(batch)
+    shape = PartShape.of(batch, forest)
+    launches = CostModel(config, PROFILES["h200"]).level_launches(shape, cut_at(forest, plan.parts[0].kept))
+    for launch, level in zip(launches[:-1], plan.levels()[:-1], strict=True):
+        assert launch.rows.tolist() == np.diff(level.qo_indptr).tolist()
+        assert launch.tokens.tolist() == (16 * np.diff(level.kv_indptr)).tolist()
+    assert launches[-1].rows.tolist() == [1] * len(tables)
+
+
+@pytest.mark.parametrize(("rows", "tile"), [([4] * 4, 16), ([4] * 99 + [5], 16), ([4, 5], 64), ([16] * 99 + [17], 64)])
+def test_the_tile_is_of_the_floored_average(rows, tile):
+    """FlashInfer divides integers: 100 requests of 4 rows and one more row still take the tile of 16."""
+    model = CostModel(cost_report.config((32, 8)), PROFILES["h200"])
+    assert TILES[model.tile_index(sum(rows) * 4 // len(rows))] == tile
+
+
 @given(st.integers(0, 2**31 - 1))
 def test_rounding_is_up_idempotent_and_bounded(tokens):
     rounded = int(round_tokens(np.array([tokens]))[0])
@@ -155,9 +183,11 @@ def test_profiles_round_trip_and_refuse_nonsense():
     values = PROFILES["h200"].model_dump()
     for change, match in (
         ({"num_sms": 0}, "greater than or equal to 1"),
-        ({"hbm_gb_per_s": float("nan")}, "finite number"),
+        ({"hbm_gb_per_s": float("nan")}, "hbm_gb_per_s\n  Input should be"),
         ({"tile_efficiency": (0.1, 0.2)}, "Field required"),
-        ({"block_us": (1.0, 0.0, 1.0)}, "greater than 0"),
+        ({"block_us": (1.0, 0.0, 1.0)}, "greater than or equal to"),
+        ({"tile_efficiency": (0.2, 0.4, 1.5)}, "less than or equal to 1"),
+        ({"tensor_tflops": 5e-324}, "greater than or equal to"),
         ({"clock": 1.9}, "Extra inputs"),
     ):
         with pytest.raises(ValidationError, match=match):

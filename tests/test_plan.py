@@ -48,7 +48,7 @@ def test_segments_view():
     assert plan.seg_rows.tolist() == [0, 2, 3, 0, 2, 0, 2, 3, 1]
     assert plan.seg_kv_start.tolist() == [0, 32, 48, 48, 32, 0]
     usage = plan.usage()
-    assert (usage.num_segments, usage.num_partials, usage.num_levels, usage.num_slots) == (6, 9, 3, 4)
+    assert (usage.num_segments, usage.num_partials, usage.num_levels, usage.num_slots) == (6, 9, 3, 2)
     assert usage.num_page_indices == 8
 
 

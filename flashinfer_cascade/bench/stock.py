@@ -11,12 +11,10 @@ from flashinfer_cascade.cost import CostModel, DeviceProfile, PartShape
 from flashinfer_cascade.fold import cut_at, no_cut
 from flashinfer_cascade.forest import build_forest
 
-LEVEL_US = 4.9
-"""A further level of the stock wrapper: zero-fills and a pairwise merge. Fitted, as the next two, on an H200."""
-LEVEL_ROW_NS = 0.28
-"""And per row and query head at head_dim 128."""
 DECODE_ROW_NS = 0.58
-"""Merge of flat decode in CUDA graphs, where FlashInfer merges even what it did not cut; per row and query head."""
+"""Merge of flat decode in CUDA graphs, where FlashInfer merges even what it did not cut; per row and query head at
+head_dim 128. Fitted on an H200.
+"""
 
 
 def predict_stock(config: CascadeConfig, profile: DeviceProfile, work: Workload) -> dict[str, float]:
@@ -32,10 +30,9 @@ def predict_stock(config: CascadeConfig, profile: DeviceProfile, work: Workload)
     rows_us = int(shape.row_indptr[-1]) * model.row_heads_at_128 * 1e-3
     (flat,) = model.level_launches(shape, no_cut(shape.forest))
     cut = cut_at(shape.forest, np.ones(shape.forest.num_nodes, np.bool_))
-    launches = model.level_launches(shape, cut)
     return {
         "flat": model.fa2_us(flat) + rows_us * DECODE_ROW_NS,
         "fa2": model.fa2_us(flat),
         "fa3": model.fa3_us(flat),
-        "levels": sum(map(model.fa2_us, launches)) + (len(launches) - 1) * (LEVEL_US + rows_us * LEVEL_ROW_NS),
+        "levels": model.stock(shape, cut)[0],
     }
