@@ -150,7 +150,10 @@ class CascadePlanner:
     def _candidate_cuts(self, shape: PartShape) -> list[Cut]:
         forest = shape.forest
         everything = np.ones(forest.num_nodes, np.bool_)
-        masks = list(best_cuts(forest, self._cost.fold_costs(shape))) if self.policy.fold else [everything]
+        if self.policy.fold and forest.num_nodes > 1:
+            masks = list(best_cuts(forest, self._cost.fold_costs(shape)))
+        else:
+            masks = [everything]
         distinct = {mask.tobytes(): mask for mask in masks if mask.any()}
         if not distinct and self.policy.executor != "auto":
             distinct = {b"": everything}
@@ -171,8 +174,10 @@ class CascadePlanner:
         qo_indptr = indptr(qo_lens)
         row_order = None if identity else ranges(indptr(batch.qo_lens)[order], qo_lens)
         seq_lens = batch.seq_lens[order]
-        row_pos = ranges(np.where(seq_lens > 0, seq_lens - qo_lens, -1), qo_lens)
-        row_pos[np.repeat(seq_lens == 0, qo_lens)] = -1
+        row_pos = seq_lens - 1
+        if batch.num_rows > batch.num_requests:
+            row_pos = ranges(seq_lens - qo_lens, qo_lens)
+            row_pos[(seq_lens == 0).repeat(qo_lens)] = -1
         segments = []
         parts = []
         begin = seg = 0
@@ -200,7 +205,7 @@ class CascadePlanner:
                 )
             )
             begin, seg = end, seg + num
-        joined = [np.concatenate(column) for column in zip(*segments, strict=True)]
+        joined = segments[0] if len(segments) == 1 else map(np.concatenate, zip(*segments, strict=True))
         row_begin, num_rows, page_from, page_counts, kv_start, kv_len, level = joined
         return CascadePlan(
             config=self.config,
@@ -258,10 +263,10 @@ def _segments(batch: Batch, choice: _Choice, qo_indptr: Int64Array) -> _Segments
     node_start = cut.node_start[nodes]
     node_pages = forest.page_begin[nodes] + forest.num_pages[nodes] - node_start
     table = batch.kv_indptr[forest.order]
-    own_pages = np.diff(batch.kv_indptr)[forest.order] - cut.tail_start
+    own_pages = batch.kv_indptr[forest.order + 1] - table - cut.tail_start
     return _Segments(
         row_begin=np.concatenate((qo_indptr[begin], qo_indptr[:-1])),
-        num_rows=np.concatenate((qo_indptr[end] - qo_indptr[begin], np.diff(qo_indptr))),
+        num_rows=np.concatenate((qo_indptr[end] - qo_indptr[begin], qo_indptr[1:] - qo_indptr[:-1])),
         page_from=np.concatenate((table[begin] + node_start, table + cut.tail_start)),
         page_counts=np.concatenate((node_pages, own_pages)),
         kv_start=np.concatenate((node_start, cut.tail_start)) * page,
