@@ -60,7 +60,7 @@ class Problem:
         if lse is not None:
             assert lse.dtype == torch.float32
             capped = TANH_ERROR * self.config.logits_soft_cap * math.log2(math.e)
-            assert_lse_close(lse[self.rows], self.oracle_lse, atol=1e-3 + capped)
+            assert_lse_close(lse[self.rows], self.oracle_lse, out.dtype, atol=1e-3 + capped)
 
 
 def make_problem(

@@ -29,8 +29,8 @@ MODULES = {
     "fp16, 64, e5m2": ({"dtype": "float16", "head_dim": 64, "kv_dtype": "float8_e5m2"}, ["fa2", "fa2_uncut"]),
     "bf16, 64, wide window": ({"dtype": "bfloat16", "head_dim": 64, "window_left": 4096}, ["fa2", "fa2_uncut"]),
 }
-# Group sizes 1, 2, 3, 4, 5, 7, 8 and 16.
-HEADS = [(8, 8), (14, 7), (18, 6), (20, 5), (20, 4), (21, 3), (16, 2), (16, 1)]
+# Group sizes 1, 2, 3, 4, 5, 7, 8 and 16; few numbers of query heads, for each of which the merge is compiled.
+HEADS = [(8, 8), (14, 7), (15, 5), (16, 4), (15, 3), (14, 2), (8, 1), (16, 1)]
 PAGE_SIZES = [1, 16, 32, 64, 128]
 FORMS = ["tensor", "pair", "permuted"]
 # Most new tokens of a request, and from how many on it is planned apart.
@@ -61,7 +61,7 @@ def poisoned(q, number):
 
 
 def check(runtime, plan, problem, q=None, number=0):
-    """Load and run once into poisoned memory, then once into the runtime's own."""
+    """Load, and run into poisoned memory; some also without `out` and the log-sum-exp."""
     q = problem.q if q is None else q
     runtime.load(plan)
     out, between = poisoned(q, number)
@@ -73,9 +73,10 @@ def check(runtime, plan, problem, q=None, number=0):
         assert got is out
         problem.check(out, lse)
     assert between.isnan().all()
-    problem.check(runtime.run(q, problem.kv_cache, **problem.options))
+    if number % 4 == 0:
+        problem.check(runtime.run(q, problem.kv_cache, **problem.options))
     for part in plan.parts:
-        assert runtime.stats.parts_run[part.name, part.executor] >= 2
+        assert runtime.stats.parts_run[part.name, part.executor] > 0
 
 
 @pytest.mark.parametrize("number", [*range(16), "fresh"])
@@ -278,7 +279,8 @@ def test_to_flashinfer(spec, qo_len, more_levels, more_slots, device, make_probl
     plan = planned(config, batch, "levels", fold=False)
     assert plan.num_levels == spec.count(",") // 2 + 1
     num_levels = plan.num_levels + more_levels
-    slots = plan.usage().num_slots + more_slots if more_slots else None
+    groups = max(len(lens) for lens in plan.to_flashinfer()["paged_kv_last_page_len"])
+    slots = groups + more_slots if more_slots else None
     problem = make_problem(config, batch)
     workspace = torch.empty(2**27, dtype=torch.uint8, device=device)
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(num_levels, workspace, config.kv_layout)

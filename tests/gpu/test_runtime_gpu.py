@@ -29,7 +29,7 @@ IN_ORDER = RandomBatch(
 ALTERNATING = IN_ORDER.permuted([4, 0, 5, 1, 6, 2, 3])
 # Requests with many new tokens make a part of their own, with its own prefix.
 TWO_PARTS = RandomBatch(
-    [[0, 1, 2], [3, 4, 5], [0, 1, 6], [3, 4, 7, 8, 9], [], [10]], [40, 60, 44, 75, 0, 3], [1, 25, 2, 40, 1, 1]
+    [[0, 1, 2], [3, 4, 5, 11], [0, 1, 6], [3, 4, 7, 8, 9], [], [10]], [40, 60, 44, 75, 0, 3], [1, 25, 2, 40, 1, 1]
 )
 LARGER = random_batch(np.random.default_rng(8), page_size=16, num_requests=40, max_len=300, max_new=12)
 

@@ -40,13 +40,15 @@ def _merge_kernel(
     total = tl.zeros([heads_per_program], tl.float32)
     acc = tl.zeros([heads_per_program, head_dim], tl.float32)
     for level in range(num_levels):
-        here = tl.load(partial_lse + level * lse_level_stride + at_lse, mask=real, other=float("-inf"))
+        # Partial results of all levels may hold more than 2**31 numbers.
+        before = tl.cast(level, tl.int64)
+        here = tl.load(partial_lse + before * lse_level_stride + at_lse, mask=real, other=float("-inf"))
         seen = here > float("-inf")
         new = tl.maximum(highest, here)
         # Where nothing was seen yet both are -inf, and their difference would be NaN.
         old_weight = tl.where(highest > float("-inf"), tl.exp2(highest - new), 0.0)
         weight = tl.where(seen, tl.exp2(here - new), 0.0)
-        value = tl.load(partials + level * level_stride + at, mask=seen[:, None], other=0.0).to(tl.float32)
+        value = tl.load(partials + before * level_stride + at, mask=seen[:, None], other=0.0).to(tl.float32)
         acc = acc * old_weight[:, None] + value * weight[:, None]
         total = total * old_weight + weight
         highest = new
