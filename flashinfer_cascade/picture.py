@@ -203,7 +203,7 @@ class _Panel:
     ) -> None:
         self.part, self.facts, self.scale, self.left = part, facts, scale, left
         self.page, self.token_bytes = plan.config.page_size, plan.config.kv_token_bytes
-        self.requests = plan.request_order[part.request_begin : part.request_end]
+        self.requests = part.forest.order
         self.step = width / part.num_requests
         self.cut = cut_at(part.forest, part.kept)
         self.colours = _level_colours(plan.num_levels - 1)

@@ -52,7 +52,8 @@ class PlanPart:
         num_levels: levels of its own view, 1 when flat.
         backends: kernel of each level.
         causal: whether some request appends more than one token, so that the last level needs a causal mask.
-        forest: all sharing found among its requests.
+        forest: all sharing found among its requests. Its order of requests is the plan's, unless the part is flat:
+            then the plan keeps the batch's.
         kept: bool[forest.num_nodes], nodes that end a segment; the others are merged into what lies below.
         predicted_us: predicted GPU time a layer of each candidate, by executor.
     """

@@ -168,7 +168,7 @@ class CascadePlanner:
 
     def _assemble(self, batch: Batch, choices: list[_Choice]) -> CascadePlan:
         """Lay out all parts' requests, rows and segments in one set of arrays."""
-        order = np.concatenate([choice.forest.order for choice in choices])
+        order = np.concatenate([choice.order for choice in choices])
         identity = bool((order[1:] > order[:-1]).all())
         qo_lens = batch.qo_lens[order]
         qo_indptr = indptr(qo_lens)
@@ -241,6 +241,11 @@ class _Choice:
     def forest(self) -> PrefixForest:
         return self.shape.forest
 
+    @property
+    def order(self) -> Int64Array:
+        """Requests in the order of the plan: the forest's where it matters, the batch's own when flat."""
+        return self.forest.order if self.cut.kept.any() else np.sort(self.forest.order)
+
 
 class _Segments(NamedTuple):
     """Columns of a part's segments, int64[num_segments] each."""
@@ -256,21 +261,21 @@ class _Segments(NamedTuple):
 
 def _segments(batch: Batch, choice: _Choice, qo_indptr: Int64Array) -> _Segments:
     """A part's segments by level and row: kept nodes, then each request's own KV."""
-    forest, cut, page = choice.forest, choice.cut, batch.page_size
+    forest, cut, page, order = choice.forest, choice.cut, batch.page_size, choice.order
     nodes = np.flatnonzero(cut.kept)
     nodes = nodes[np.lexsort((forest.begin[nodes], cut.node_level[nodes]))]
     begin, end = forest.begin[nodes], forest.end[nodes]
     node_start = cut.node_start[nodes]
     node_pages = forest.page_begin[nodes] + forest.num_pages[nodes] - node_start
-    table = batch.kv_indptr[forest.order]
-    own_pages = batch.kv_indptr[forest.order + 1] - table - cut.tail_start
+    table = batch.kv_indptr[order]
+    own_pages = batch.kv_indptr[order + 1] - table - cut.tail_start
     return _Segments(
         row_begin=np.concatenate((qo_indptr[begin], qo_indptr[:-1])),
         num_rows=np.concatenate((qo_indptr[end] - qo_indptr[begin], qo_indptr[1:] - qo_indptr[:-1])),
         page_from=np.concatenate((table[begin] + node_start, table + cut.tail_start)),
         page_counts=np.concatenate((node_pages, own_pages)),
         kv_start=np.concatenate((node_start, cut.tail_start)) * page,
-        kv_len=np.concatenate((node_pages * page, batch.seq_lens[forest.order] - cut.tail_start * page)),
+        kv_len=np.concatenate((node_pages * page, batch.seq_lens[order] - cut.tail_start * page)),
         level=np.concatenate((cut.node_level[nodes], np.full(len(own_pages), cut.num_levels - 1))),
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flashinfer_cascade.csr import Int64Array
+from flashinfer_cascade.csr import Int64Array, indptr
 from flashinfer_cascade.fold import cut_at
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 
@@ -43,10 +43,12 @@ class PartFacts(NamedTuple):
 def part_facts(plan: CascadePlan, part: PlanPart) -> PartFacts:
     """Derive a part's facts from the plan's arrays."""
     forest, page = part.forest, plan.config.page_size
-    # A part's segments are sorted by level, so the requests' own ones come last, in the order of positions.
-    own = slice(part.seg_end - part.num_requests, part.seg_end)
+    # A part's segments are sorted by level, so the requests' own ones come last, in the order of its requests.
+    requests = plan.request_order[part.request_begin : part.request_end]
+    at = np.argsort(requests)[np.searchsorted(np.sort(requests), forest.order)]
+    own = part.seg_end - part.num_requests + at
     seq_lens = plan.seg_kv_start[own].astype(np.int64) + plan.seg_kv_len[own]
-    qo_indptr = plan.qo_indptr[part.request_begin : part.request_end + 1].astype(np.int64)
+    qo_indptr = indptr(np.diff(plan.qo_indptr)[part.request_begin + at])
     readers = np.zeros((forest.num_nodes, 2), np.int64)
     readers[:, 1] = np.bincount(forest.tail_node[forest.tail_node >= 0], minlength=forest.num_nodes)
     for node in range(forest.num_nodes - 1, -1, -1):  # children before parents

@@ -95,7 +95,7 @@ def test_reads_of_nodes_and_own_kv_add_up_to_what_segments_read(tables, policy):
     facts = part_facts(plan, part)
     reads = np.where(part.kept, 1, facts.readers.sum(axis=1))
     assert (reads * facts.node_tokens).sum() + facts.own_tokens.sum() == plan.seg_kv_len.sum()
-    assert facts.seq_lens.tolist() == [len(tables[r]) for r in plan.request_order]
+    assert facts.seq_lens.tolist() == [len(tables[r]) for r in part.forest.order]
     assert explain(plan)
 
 

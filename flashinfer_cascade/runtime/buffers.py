@@ -33,7 +33,7 @@ class StagingBuffer:
         self._host = [pinned.numpy() for pinned in self._pinned]
         self._copied = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
-        self.on_device = torch.zeros(num_entries, dtype=torch.int32, device=device)
+        self.on_device = torch.empty(num_entries, dtype=torch.int32, device=device)
 
     @classmethod
     def for_config(cls, config: CascadeConfig, device: torch.device) -> StagingBuffer:

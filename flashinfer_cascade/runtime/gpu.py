@@ -53,6 +53,8 @@ class GpuExecutors:
         """Copy the plan's arrays and let FlashInfer plan its launches, on the current stream."""
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
+            if self._stream not in (None, stream):
+                stream.wait_stream(self._stream)
             for event in self._elsewhere.values():
                 stream.wait_event(event)
             self._elsewhere.clear()

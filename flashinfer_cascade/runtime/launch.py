@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -58,6 +59,9 @@ MAX_TILE_ROWS = 128
 
 SLOW_S = 2.0
 """A plan that takes longer compiles."""
+
+_planned_before: set[tuple[str | int | bool, ...]] = set()
+"""Kernels that this process has compiled or loaded."""
 
 
 def import_flashinfer() -> Any:
@@ -112,11 +116,13 @@ def check_signatures(flashinfer: Any) -> None:
 def float_workspace_bytes(config: CascadeConfig, num_sms: int) -> int:
     """What fa2 needs for cut KV: a float32 partial and an LSE for every row of every tile it may cut.
 
-    FlashInfer cuts only while all blocks run at once, two an SM, so the need is bounded whatever the batch.
+    FlashInfer cuts only while all blocks run at once, two an SM, so the need is bounded whatever the batch. Before
+    0.7.2 it reserved a row for every query head of a tile's rows.
     Source: flashinfer/attention/scheduler.cuh, PrefillPlan.
     """
-    blocks = 2 * num_sms
-    return 4 * blocks * MAX_TILE_ROWS * config.group_size * (config.head_dim + 1) + 2**20
+    numbers = re.findall(r"\d+", import_flashinfer().__version__)[:3]
+    over = 1 if tuple(map(int, numbers)) >= (0, 7, 2) else config.group_size
+    return 4 * 2 * num_sms * MAX_TILE_ROWS * over * (config.head_dim + 1) + 2**20
 
 
 class PagedLaunch:
@@ -173,7 +179,7 @@ class PagedLaunch:
                 "disable_split_kv": backend == "fa2_uncut",
             }
         try:
-            with tell_if_slow(backend):
+            with tell_if_slow(backend, config):
                 wrapper.plan(**arguments, **common)
         except RuntimeError as error:
             if "overflow" not in str(error):
@@ -257,24 +263,36 @@ def plan_stock(wrapper: Any, plan: CascadePlan, part: PlanPart) -> None:
     """
     for level in wrapper._batch_prefill_wrappers:
         level._backend = "fa2"
-    with tell_if_slow("the multi-level wrapper"):
+    with tell_if_slow("fa2", plan.config):
         wrapper.plan(**plan.to_flashinfer(part=part))
 
 
 @contextlib.contextmanager
-def tell_if_slow(what: str) -> Iterator[None]:
-    """Say that FlashInfer compiles when a first use takes longer than planning ever does."""
+def tell_if_slow(kernel: str, config: CascadeConfig) -> Iterator[None]:
+    """Say that FlashInfer compiles when the first plan of a kernel takes longer than planning ever does."""
+    module = (
+        kernel,
+        config.dtype,
+        config.kv_dtype,
+        config.head_dim,
+        config.logits_soft_cap > 0,
+        config.window_left >= 0,
+    )
+    if module in _planned_before:
+        yield
+        return
     timer = threading.Timer(
         SLOW_S,
         lambda: logging.getLogger("flashinfer_cascade").warning(
             "FlashInfer compiles a kernel for %s on first use, which takes 20 to 90 s; "
             "'flashinfer-cascade doctor --compile' does it beforehand",
-            what,
+            kernel,
         ),
     )
     timer.daemon = True
     timer.start()
     try:
         yield
+        _planned_before.add(module)
     finally:
         timer.cancel()

@@ -89,8 +89,12 @@ class CascadeRuntime:
     def load(self, plan: CascadePlan) -> None:
         """Make `plan` the one that `run` executes.
 
-        On a GPU its arrays are copied on the current stream, without waiting for work queued there; buffers that a
-        larger batch than any before needs are allocated here, so that `run` allocates nothing.
+        On a GPU its arrays are copied on the current stream. The host waits only for the copies of the load before, so
+        it may run ahead of the GPU by one step. Buffers that a larger batch than any before needs are allocated here,
+        so that `run` allocates nothing. After an error no plan is loaded.
+
+        A load is ordered behind all runs before it, on whatever stream, but for replays of a CUDA graph: order those
+        yourself. Runs of one runtime share its buffers: keep them on one stream, or order them.
 
         Raises:
             InvalidBatchError: the plan was made for another configuration.
@@ -104,6 +108,7 @@ class CascadeRuntime:
                 f"the plan was made with {differing}, unlike this runtime's configuration: "
                 "build planner and runtime from one CascadeConfig"
             )
+        self._plan = None  # should loading fail halfway
         self._executor_names = self._executors.load(plan)
         self._plan = plan
         self._num_pages = int(plan.seg_pages.max(initial=-1)) + 1
@@ -153,9 +158,10 @@ class CascadeRuntime:
 
         Args:
             q: ``[num_rows, num_qo_heads, head_dim]``, config.dtype: the requests' rows in the order of the batch.
-            kv_cache: config.kv_dtype, any strides; ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD),
-                ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or K and V as a pair of these without
-                their second dimension. Holds this step's new tokens already.
+            kv_cache: config.kv_dtype, any strides but the last, which is 1:
+                ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD),
+                ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or K and V, of equal strides, as a pair of
+                these without their second dimension. Holds this step's new tokens already.
             part: run this part alone, by name or from `CascadePlan.parts`, and write only its rows; None is all.
             k_scale: what the cache's keys are multiplied by.
             v_scale: what its values are multiplied by.
@@ -198,6 +204,11 @@ class CascadeRuntime:
             raise InvalidBatchError(
                 f"{name} is {_describe(x)}; expected {dtype} {list(shape)} on {self.device}: {remedy}"
             )
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise InvalidBatchError(
+                f"{name} has a stride of {x.stride(-1)} in its last dimension: the kernels read that one as a whole, "
+                "make it contiguous"
+            )
 
     def _check_cache(self, kv_cache: KVCache) -> None:
         config = self.config
@@ -215,6 +226,11 @@ class CascadeRuntime:
             shape = (num_pages, *page)
         for name, cache in caches.items():
             self._check(name, cache, shape, getattr(torch, config.kv_dtype), remedy)
+        if len({cache.stride() for cache in caches.values()}) > 1:
+            raise InvalidBatchError(
+                f"K has strides {kv_cache[0].stride()} and V {kv_cache[1].stride()}: the kernels take one set of "
+                "strides for both, allocate them alike"
+            )
         if num_pages < self._num_pages:
             raise InvalidBatchError(
                 f"the plan reads page {self._num_pages - 1}, but kv_cache holds {num_pages} pages: "

@@ -9,7 +9,12 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+# What changes from batch to batch must not be specialised on: each new value would compile the kernel anew, in the
+# middle of serving. Partial results and out are left out of that: torch aligns them, and vector loads need to know.
+@triton.jit(
+    do_not_specialize=["num_levels", "lse_level_stride", "num_heads"],
+    do_not_specialize_on_alignment=["partial_lse", "row_map", "sinks", "lse"],
+)
 def _merge_kernel(
     partials,
     partial_lse,
@@ -23,7 +28,7 @@ def _merge_kernel(
     lse_level_stride,
     out_row_stride,
     out_head_stride,
-    num_heads: tl.constexpr,
+    num_heads,
     head_dim: tl.constexpr,
     heads_per_program: tl.constexpr,
     has_row_map: tl.constexpr,
@@ -108,7 +113,7 @@ def merge(
         partial_lse.stride(0),
         out.stride(0),
         out.stride(1),
-        num_heads=num_heads,
+        num_heads,
         head_dim=head_dim,
         heads_per_program=heads_per_program,
         has_row_map=row_map is not None,
