@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -107,9 +108,10 @@ def measure(
     for graph, _ in graphs.values():
         graph.replay()
     for turn in range(repeats):
-        # Each call begins a turn once in a while: what runs before another heats the GPU for it.
-        first = turn % len(graphs)
-        for name, (graph, num_calls) in [*graphs.items()][first:] + [*graphs.items()][:first]:
+        # In another order every turn: what runs before a call heats the GPU for it.
+        order = [*graphs.items()]
+        random.Random(turn).shuffle(order)
+        for name, (graph, num_calls) in order:
             medians[name].append(_replay_us(graph, replays) / num_calls)
     return {name: Time(statistics.median(times), tuple(times)) for name, times in medians.items()}
 
