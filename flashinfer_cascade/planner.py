@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from flashinfer_cascade.capacity import PlanCapacity, capacity_error, fit_cut, n
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
 from flashinfer_cascade.cost import PROFILES, Backend, CostModel, DeviceProfile, PartShape
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
-from flashinfer_cascade.errors import UnsupportedError
+from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError
 from flashinfer_cascade.fold import Cut, best_cuts, cut_at, no_cut
 from flashinfer_cascade.forest import PrefixForest, build_forest
 from flashinfer_cascade.plan import CascadePlan, Executor, PartName, PlanPart
@@ -72,14 +73,51 @@ class CascadePlanner:
             CapacityError: not even the flat plan fits.
         """
         batch = make_batch(self.config, block_tables, seq_lens, qo_lens)
+        return self._plan(batch, self._split(batch), capacity)
+
+    def plan_groups(
+        self, configs: Sequence[CascadeConfig], block_tables: Any, seq_lens: Any, qo_lens: Any = None
+    ) -> list[CascadePlan]:
+        """Plan one step for several groups of layers, such as those with a sliding window and those without.
+
+        The batch is validated and its sharing found once; each group gets choices and a plan of its own, for a runtime
+        of its own.
+
+        Args:
+            configs: one per group; they may differ in all but page_size and the limits.
+            block_tables: as for `plan`.
+            seq_lens: as for `plan`.
+            qo_lens: as for `plan`.
+
+        Raises:
+            InvalidBatchError: wrong input, or a config with another page_size or other limits than this planner's.
+            UnsupportedError: the policy forces a cascade that a sliding window makes wrong.
+        """
+        for config in configs:
+            for name in ("page_size", "max_batch_size", "max_num_rows", "max_kv_pages", "max_kv_indices"):
+                ours, theirs = getattr(self.config, name), getattr(config, name)
+                if ours != theirs:
+                    raise InvalidBatchError(
+                        f"{name}={theirs} of a group differs from the planner's {ours}: groups of layers share block "
+                        "tables, so give them the same"
+                    )
+        batch = make_batch(self.config, block_tables, seq_lens, qo_lens)
+        groups = self._split(batch)
+        return [CascadePlanner(config, self.policy, self.profile)._plan(batch, groups, None) for config in configs]
+
+    def _split(self, batch: Batch) -> list[tuple[PartName, PrefixForest]]:
+        """The parts of a batch, each with all sharing among its requests."""
         append = batch.qo_lens > self.policy.max_decode_rows
-        groups: list[tuple[PartName, Int64Array | None]]
         if append.any() and not append.all():
-            groups = [("decode", np.flatnonzero(~append)), ("append", np.flatnonzero(append))]
-        else:
-            groups = [("append" if append.all() else "decode", None)]
+            decode = build_forest(batch, np.flatnonzero(~append))
+            return [("decode", decode), ("append", build_forest(batch, np.flatnonzero(append)))]
+        return [("append" if append.all() else "decode", build_forest(batch))]
+
+    def _plan(
+        self, batch: Batch, groups: list[tuple[PartName, PrefixForest]], capacity: PlanCapacity | None
+    ) -> CascadePlan:
         if capacity is None:
-            return self._assemble(batch, [self._choose(name, batch, requests, None) for name, requests in groups])
+            return self._assemble(batch, [self._choose(name, batch, forest, None) for name, forest in groups])
         flat = PlanCapacity(batch.num_rows, batch.num_requests, batch.num_rows, batch.num_pages, 1, 0)
         if lacking := capacity.lacks(flat):
             raise capacity_error("the flat plan", lacking, "Reserve more, or run this batch eagerly")
@@ -87,25 +125,22 @@ class CascadePlanner:
         segments, partials = capacity.num_segments - flat.num_segments, capacity.num_partials - flat.num_partials
         slots = capacity.num_slots - (len(groups) - 1)
         choices = []
-        for name, requests in groups:
-            count = batch.num_requests if requests is None else len(requests)
-            rows = batch.num_rows if requests is None else int(batch.qo_lens[requests].sum())
+        for name, forest in groups:
             room = PlanCapacity(
-                num_segments=count + segments,
-                num_partials=rows + partials,
+                num_segments=len(forest.order) + segments,
+                num_partials=int(batch.qo_lens[forest.order].sum()) + partials,
                 num_levels=capacity.num_levels,
                 num_slots=max(slots, 0),
             )
-            choices.append(self._choose(name, batch, requests, room))
+            choices.append(self._choose(name, batch, forest, room))
             cut, shape = choices[-1].cut, choices[-1].shape
             segments -= int(cut.kept.sum())
             partials -= int(shape.node_rows[cut.kept].sum())
-            slots -= num_slots(shape.forest, cut)
+            slots -= num_slots(forest, cut)
         return self._assemble(batch, choices)
 
-    def _choose(self, name: PartName, batch: Batch, requests: Int64Array | None, room: PlanCapacity | None) -> _Choice:
-        """Decide on one part: its sharing, its segments, its executor."""
-        forest = build_forest(batch, requests)
+    def _choose(self, name: PartName, batch: Batch, forest: PrefixForest, room: PlanCapacity | None) -> _Choice:
+        """Decide on one part: its segments, its executor."""
         shape = PartShape.of(batch, forest)
         flat_us, flat_backends = self._cost.flat(shape)
 

@@ -14,6 +14,7 @@ from flashinfer_cascade import (
     CascadeConfig,
     CascadePlanner,
     DeviceProfile,
+    InvalidBatchError,
     PlanCapacity,
     PlannerPolicy,
     UnsupportedError,
@@ -384,6 +385,20 @@ def test_a_window_that_does_not_cover_the_context_is_never_cascaded():
     assert CascadePlanner(config(window_left=8447)).plan(tables, seq_lens).parts[0].executor == "levels"
     with pytest.raises(UnsupportedError, match="window_left=8446 does not cover a context of 8448"):
         CascadePlanner(config(window_left=8446), FORCED).plan(tables, seq_lens)
+
+
+def test_groups_of_layers_share_one_forest():
+    tables, seq_lens = tree([64], 8192, 256)
+    full, windowed = config(), config(window_left=1023, logits_soft_cap=50.0, num_kv_heads=16)
+    planner = CascadePlanner(full)
+    plans = planner.plan_groups([full, windowed], tables, seq_lens)
+    assert [p.parts[0].executor for p in plans] == ["levels", "flat"]
+    assert [p.config for p in plans] == [full, windowed]
+    assert plans[0].parts[0].forest is plans[1].parts[0].forest
+    assert plans[0] == planner.plan(tables, seq_lens)
+    assert plans[1] == CascadePlanner(windowed).plan(tables, seq_lens)
+    with pytest.raises(InvalidBatchError, match="page_size=32 of a group differs from the planner's 16"):
+        planner.plan_groups([full, config(page_size=32)], tables, seq_lens)
 
 
 def test_a_million_page_request():
