@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from flashinfer_cascade.batch import CsrTables
 from flashinfer_cascade.capacity import PlanCapacity
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
-from flashinfer_cascade.cost import DeviceProfile
 from flashinfer_cascade.errors import (
     BackendUnavailableError,
     CapacityError,
@@ -22,6 +21,7 @@ from flashinfer_cascade.errors import (
 )
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.planner import CascadePlanner
+from flashinfer_cascade.profile import DeviceProfile
 
 if TYPE_CHECKING:
     from flashinfer_cascade.runtime import CascadeRuntime

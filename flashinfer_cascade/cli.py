@@ -23,7 +23,7 @@ from flashinfer_cascade import __version__
 from flashinfer_cascade.bench.traces import mooncake_batches
 from flashinfer_cascade.bench.workloads import grid
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig, PlannerPolicy
-from flashinfer_cascade.cost import PROFILES, Backend, DeviceProfile
+from flashinfer_cascade.cost import Backend
 from flashinfer_cascade.errors import (
     BackendUnavailableError,
     CascadeError,
@@ -32,6 +32,7 @@ from flashinfer_cascade.errors import (
 )
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.planner import CascadePlanner
+from flashinfer_cascade.profile import PROFILES, DeviceProfile
 from flashinfer_cascade.report import summary
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
 
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.capacity import level_edges, nodes_at
@@ -25,6 +24,7 @@ from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.csr import Int64Array, indptr
 from flashinfer_cascade.fold import Cut, FoldCosts, no_cut
 from flashinfer_cascade.forest import PrefixForest
+from flashinfer_cascade.profile import DeviceProfile
 
 Backend = Literal["fa2", "fa2_uncut", "fa3", "decode"]
 """A FlashInfer kernel. fa2: tensor cores, KV cut where blocks are few; fa2_uncut: never cut. fa3: Hopper only, for wide
@@ -51,78 +51,6 @@ STOCK_LEVEL_US, STOCK_LEVEL_ROW_NS = 4.9, 0.28
 
 LEVEL_WEIGHTS = (0.5, 2.0)
 """Each weight of a level's fixed time gives candidate cascades; the whole model then compares them."""
-
-
-_Rate = Annotated[float, Field(ge=1e-3, le=1e9)]
-_Time = Annotated[float, Field(ge=0, le=1e6)]
-_Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
-_Share = Annotated[float, Field(ge=1e-3, le=1)]
-
-
-class DeviceProfile(BaseModel):
-    """What the cost model knows of a GPU. Triples are for query tiles of 16, 64 and 128 rows."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    name: str = Field(min_length=1)
-    num_sms: int = Field(ge=1, le=4096)
-    hbm_gb_per_s: _Rate = Field(description="rate of streaming KV from HBM, 1e9 B/s")
-    l2_gb_per_s: _Rate = Field(description="rate of reading KV that L2 holds, 1e9 B/s")
-    tensor_tflops: _Rate = Field(description="dense 16-bit matmul, 1e12 FLOP/s")
-    tile_efficiency: tuple[_Share, _Share, _Share] = Field(
-        default=(0.25, 0.39, 0.46), description="share of tensor_tflops that fa2 reaches with each tile"
-    )
-    fa3_efficiency: float = Field(
-        default=0.0, ge=0.0, le=1.0, description="share that fa3's 128-row tiles reach; 0: no fa3 on this device"
-    )
-    fa3_block_us: _Time = Field(default=2.4, description="block_us of fa3")
-    block_us: tuple[_Positive, _Positive, _Positive] = Field(
-        default=(2.9, 2.5, 1.4), description="SM time of a block apart from its tokens"
-    )
-    lone_block: tuple[_Positive, _Positive, _Positive] = Field(
-        default=(2.0, 0.65, 1.1),
-        description="time a token takes in one block, however idle the GPU, in units of its SM time",
-    )
-    launch_us: _Time = Field(default=5.1, description="fixed time of a launch")
-    split_us: _Time = Field(default=2.3, description="fixed time of merging cut KV")
-    split_row_ns: _Time = Field(default=2.4, description="and per row and query head at head_dim 128")
-    decode_launch_us: _Time = Field(default=3.0, description="launch_us of decode")
-    decode_block_us: tuple[_Positive, _Positive] = Field(
-        default=(0.1, 0.35), description="SM time of a decode block: fixed, and to be divided by the group size"
-    )
-    decode_token_ns: tuple[_Positive, _Positive] = Field(
-        default=(2.0, 5.0), description="SM time of a token in decode: fixed, and per query head, at head_dim 128"
-    )
-    decode_lone_block: _Positive = Field(default=1.8, description="lone_block of decode")
-    merge_us: _Time = Field(default=2.5, description="fixed time of merging all levels")
-    merge_row_ns: _Time = Field(default=0.09, description="and per row, query head and level at head_dim 128")
-
-
-# The H200's constants are fitted. The others keep its per-tile constants and take their rates from datasheets,
-# scaled by what the H200 reaches of its own.
-PROFILES: dict[str, DeviceProfile] = {
-    profile.name: profile
-    for profile in (
-        DeviceProfile(
-            name="h200",
-            num_sms=132,
-            hbm_gb_per_s=4330,
-            l2_gb_per_s=9870,
-            tensor_tflops=790,
-            fa3_efficiency=0.79,
-        ),
-        DeviceProfile(
-            name="h100",
-            num_sms=132,
-            hbm_gb_per_s=3020,
-            l2_gb_per_s=9870,
-            tensor_tflops=790,
-            fa3_efficiency=0.79,
-        ),
-        DeviceProfile(name="a100", num_sms=108, hbm_gb_per_s=1840, l2_gb_per_s=5800, tensor_tflops=249),
-        DeviceProfile(name="l40s", num_sms=142, hbm_gb_per_s=780, l2_gb_per_s=5400, tensor_tflops=289),
-    )
-}
 
 
 def round_tokens(tokens: Int64Array) -> Int64Array:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashinfer_cascade import __version__
-from flashinfer_cascade.cost import PROFILES
 from flashinfer_cascade.errors import BackendUnavailableError
+from flashinfer_cascade.profile import PROFILES
 
 PROBE_SECONDS = 120
 MIN_CAPABILITY = (8, 0)

@@ -12,12 +12,13 @@ import numpy as np
 from flashinfer_cascade.batch import Batch, make_batch
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error, fit_cut, num_slots
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
-from flashinfer_cascade.cost import PROFILES, Backend, CostModel, DeviceProfile, PartShape
+from flashinfer_cascade.cost import Backend, CostModel, PartShape
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError
 from flashinfer_cascade.fold import Cut, best_cuts, cut_at, no_cut
 from flashinfer_cascade.forest import PrefixForest, build_forest
 from flashinfer_cascade.plan import CascadePlan, Executor, PartName, PlanPart
+from flashinfer_cascade.profile import PROFILES, DeviceProfile
 
 SLICE_COPY_PAGES = 24
 """Runs longer than this on average are copied one by one rather than gathered page by page."""
@@ -32,7 +33,7 @@ class CascadePlanner:
     Args:
         config: the attention and the limits.
         policy: how to choose; None is `PlannerPolicy()`.
-        profile: the GPU that will run the plans: a name in `cost.PROFILES` or a profile of your own.
+        profile: the GPU that will run the plans: a name in `profile.PROFILES` or a profile of your own.
 
     Raises:
         UnsupportedError: `profile` names no built-in profile.

@@ -16,7 +16,8 @@ import numpy as np
 from flashinfer_cascade import CascadeConfig
 from flashinfer_cascade.bench.stock import predict_stock
 from flashinfer_cascade.bench.workloads import tree
-from flashinfer_cascade.cost import PROFILES, CostModel, Launch
+from flashinfer_cascade.cost import CostModel, Launch
+from flashinfer_cascade.profile import PROFILES
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "records" / "h200_stock_flashinfer.json"

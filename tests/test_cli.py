@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flashinfer_cascade import DeviceProfile, __version__
 from flashinfer_cascade.bench.traces import CONVERSATION
 from flashinfer_cascade.cli import app
-from flashinfer_cascade.cost import PROFILES
+from flashinfer_cascade.profile import PROFILES
 
 BATCH = {"block_tables": [[0, 1, 2], [0, 1, 3], [4]], "seq_lens": [40, 48, 5]}
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="executes with torch")

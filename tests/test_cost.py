@@ -15,9 +15,10 @@ from flashinfer_cascade import CascadeConfig, CascadePlanner, DeviceProfile, Pla
 from flashinfer_cascade.batch import make_batch
 from flashinfer_cascade.bench.stock import predict_stock
 from flashinfer_cascade.bench.workloads import append, tree
-from flashinfer_cascade.cost import PROFILES, TILES, CostModel, PartShape, round_tokens
+from flashinfer_cascade.cost import TILES, CostModel, PartShape, round_tokens
 from flashinfer_cascade.fold import cut_at
 from flashinfer_cascade.forest import build_forest
+from flashinfer_cascade.profile import PROFILES
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -7,9 +7,10 @@ import numpy as np
 from flashinfer_cascade.batch import make_batch
 from flashinfer_cascade.bench.workloads import Workload
 from flashinfer_cascade.config import CascadeConfig
-from flashinfer_cascade.cost import CostModel, DeviceProfile, PartShape
+from flashinfer_cascade.cost import CostModel, PartShape
 from flashinfer_cascade.fold import cut_at, no_cut
 from flashinfer_cascade.forest import build_forest
+from flashinfer_cascade.profile import DeviceProfile
 
 DECODE_ROW_NS = 0.58
 """Merge of flat decode in CUDA graphs, where FlashInfer merges even what it did not cut; per row and query head at
