@@ -24,7 +24,8 @@ class PlanCapacity:
         num_page_indices: page ids over all segments.
         num_levels: levels of the whole-batch levels view.
         num_slots: groups of its largest level but the last, those without KV included; 0 when flat. The last level
-            always has one group per request.
+            always has one group per request. Rows between segments are such groups, so this one depends on the order
+            of requests.
     """
 
     num_rows: int = MAX_INT32
@@ -93,8 +94,10 @@ def fit_cut(forest: PrefixForest, rows: Int64Array, num_rows: int, cut: Cut, roo
         rows: int64[num_nodes], query rows that each node covers.
         num_rows: of all requests.
         cut: to begin with.
-        room: num_segments, num_partials, num_levels and num_slots count; flat fits the first three.
+        room: num_segments, num_partials, num_levels and num_slots count; flat fits all of them.
     """
+    # A node with more rows than there is room for would only drag smaller ones along.
+    cut = cut_at(forest, cut.kept & (rows <= room.num_partials - num_rows))
     cut = _limit_levels(forest, cut, room.num_levels)
     while cut.kept.any():
         by_use = _least_useful_first(forest, cut, cut.kept.nonzero()[0])
@@ -116,7 +119,8 @@ def fit_cut(forest: PrefixForest, rows: Int64Array, num_rows: int, cut: Cut, roo
 def _limit_levels(forest: PrefixForest, cut: Cut, num_levels: int) -> Cut:
     """Unkeep nodes on the paths that are too long, and only there."""
     while cut.num_levels > num_levels:
-        node = int(np.where(cut.kept, cut.node_level, -1).argmax())
+        deepest = (cut.kept & (cut.node_level == cut.num_levels - 2)).nonzero()[0]
+        node = int(_least_useful_first(forest, cut, deepest)[0])
         path = [node]
         while (node := int(cut.node_above[node])) >= 0:
             path.append(node)

@@ -262,7 +262,8 @@ def _print_demo(results: list[DemoResult]) -> None:
     console.print(table)
     console.print(
         "\n* forced, not chosen: a cascade over every shared node"
-        "\nKV read: bytes against flat; speed-up: predicted on an H200; plan us: measured"
+        "\n8 query and 2 KV heads, one of four ranks of 32/8; KV read: bytes against flat"
+        "\nspeed-up: predicted on an H200; plan us: measured"
         "\nmax error: relative L2 of a (row, head); budget: twice that of plain bfloat16\n",
         highlight=False,
     )

@@ -99,8 +99,8 @@ class CascadeConfig(BaseModel):
         if not isinstance(data, dict):
             return data
         data = dict(data)
-        if data.get("kv_dtype") in (None, ""):
-            data["kv_dtype"] = data.get("dtype")
+        if data.get("kv_dtype") in (None, "") and "dtype" in data:
+            data["kv_dtype"] = data["dtype"]
         values = {name: _as_int(data.get(name, field.default)) for name, field in cls.model_fields.items()}
         batch, pages = values["max_batch_size"], values["max_kv_pages"]
         # Values of a wrong type are left for their own fields to refuse.

@@ -2,7 +2,8 @@
 
 The model follows what FlashInfer's fa2 paged kernels do. The host picks one query tile for a launch, from its
 average packed rows (rows times group size), and cuts KV so that at most two blocks run on each SM. A launch takes
-the longer of its blocks' time on the SMs and its unique bytes from HBM; merging what was cut comes on top. Shared
+the longer of its blocks' time on the SMs and its unique bytes from HBM, or a little more where they are alike; merging
+what was cut comes on top. Shared
 KV that many blocks read at once comes from L2, at any size: the blocks walk it in step.
 
 Source: FlashInfer 0.7, include/flashinfer/attention/scheduler.cuh (PrefillSplitQOKVIndptr) and utils.cuh
@@ -212,9 +213,12 @@ class CostModel:
         return int(tiles @ -(-pages // low)) * heads, min(low * page, longest), low < most
 
     def fa3_us(self, launch: Launch) -> float:
-        """One fa3 launch: no packed query heads, no cut KV, one block per SM; infinite where there is no fa3."""
+        """One fa3 launch: no packed query heads, no cut KV, one block per SM.
+
+        Infinite where there is no fa3, and at head_dim 256 and with windows, where it is not tested.
+        """
         p, config = self.profile, self.config
-        if not p.fa3_efficiency or config.kv_dtype != config.dtype:
+        if not p.fa3_efficiency or config.kv_dtype != config.dtype or config.head_dim > 128 or config.window_left >= 0:
             return math.inf
         tiles = -(-launch.rows // TILES[2])
         token_us = 4.0 * config.head_dim * TILES[2] * p.num_sms / (p.tensor_tflops * 1e6 * p.fa3_efficiency)
@@ -227,6 +231,9 @@ class CostModel:
     def flat(self, shape: PartShape) -> tuple[float, tuple[Backend, ...]]:
         """No cascade: one launch in which every request reads its whole context."""
         (launch,) = self.level_launches(shape, no_cut(shape.forest))
+        if self.config.window_left >= 0:
+            tokens = np.minimum(launch.tokens, self.config.window_left + 1 + launch.rows // 2)
+            launch = Launch(launch.rows, tokens, min(launch.hbm_tokens, int(tokens.sum())))
         us, backend = self.best_launch(launch)
         return us, (backend,)
 
@@ -239,12 +246,15 @@ class CostModel:
         return us, tuple(backend for _, backend in best)
 
     def decode_us(self, launch: Launch) -> float:
-        """One launch of FlashInfer's decode kernel, for one row a group; infinite where it would cut KV."""
+        """One launch of FlashInfer's decode kernel, for one row a group.
+
+        Infinite where it would cut KV, for other group sizes, and with windows, where it is not tested.
+        """
         p, config = self.profile, self.config
         blocks = len(launch.rows) * config.num_kv_heads
         longest = int(launch.tokens.max())
         is_cut = longest > MIN_SPLIT_TOKENS and blocks < DECODE_BLOCKS_PER_SM * p.num_sms
-        if is_cut or config.group_size not in DECODE_GROUP_SIZES:
+        if is_cut or config.group_size not in DECODE_GROUP_SIZES or config.window_left >= 0:
             return math.inf
         tokens = int(launch.tokens.sum()) * config.num_kv_heads
         busy_us = (blocks * self.decode_block_us + tokens * self.decode_token_us) / p.num_sms

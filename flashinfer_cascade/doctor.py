@@ -53,6 +53,7 @@ def examine() -> dict[str, Any]:
             "reference": probed["libraries"]["torch"]["error"],
             "flat": why_not,
             "levels": why_not,
+            "stock": why_not,
         },
     }
 

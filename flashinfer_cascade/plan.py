@@ -12,7 +12,7 @@ from flashinfer_cascade.capacity import PlanCapacity, capacity_error, level_edge
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.cost import Backend
 from flashinfer_cascade.csr import Int32Array, indptr, ranges
-from flashinfer_cascade.errors import BackendUnavailableError, CapacityError
+from flashinfer_cascade.errors import BackendUnavailableError, CapacityError, InvalidBatchError
 from flashinfer_cascade.forest import PrefixForest
 
 if TYPE_CHECKING:
@@ -208,6 +208,8 @@ class CascadePlan:
         Raises:
             CapacityError: the plan has more than `num_levels` levels.
         """
+        if part is not None and not any(part is own for own in self.parts):
+            raise InvalidBatchError(f"the part {part.name!r} belongs to another plan: take it from this one's parts")
         parts = self.parts if part is None else (part,)
         used = max(p.num_levels for p in parts)
         total = used if num_levels is None else num_levels
@@ -286,11 +288,11 @@ class CascadePlan:
         except ImportError as error:
             raise BackendUnavailableError("to_flashinfer needs torch: pip install torch") from error
         levels = self.levels(part, num_levels)
-        per_level = list(slots) if isinstance(slots, Sequence) else [slots] * len(levels)
+        per_level = [slots] * len(levels) if slots is None or isinstance(slots, (int, np.integer)) else list(slots)
         if len(per_level) != len(levels):
             raise CapacityError(f"slots names {len(per_level)} levels, but there are {len(levels)}: give one per level")
         padded = [
-            level if count is None else _pad_groups(level, count)
+            level if count is None else _pad_groups(level, int(count))
             for level, count in zip(levels, per_level, strict=True)
         ]
         names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")

@@ -37,6 +37,7 @@ class CascadePlanner:
 
     Raises:
         UnsupportedError: `profile` names no built-in profile.
+        TypeError: an argument is of another type.
     """
 
     def __init__(
@@ -47,6 +48,13 @@ class CascadePlanner:
     ) -> None:
         self.config = config
         self.policy = PlannerPolicy() if policy is None else policy
+        for name, value, kind in (
+            ("config", config, CascadeConfig),
+            ("policy", self.policy, PlannerPolicy),
+            ("profile", profile, str | DeviceProfile),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} is a {type(value).__name__}: give a {getattr(kind, '__name__', kind)}")
         if isinstance(profile, str):
             if profile not in PROFILES:
                 raise UnsupportedError(
@@ -62,7 +70,9 @@ class CascadePlanner:
         """Plan one step.
 
         Args:
-            block_tables: one table per request, in any form that `batch.make_batch` takes.
+            block_tables: one table per request: a sequence of sequences, a 2-D array or CPU tensor padded with
+                anything (it may have more rows than there are requests: the first ones count), or `CsrTables`. Tables
+                may be longer than their request. Arrays are taken much faster than lists.
             seq_lens: int[num_requests], KV tokens with this step's new ones; 0 marks a padding request.
             qo_lens: int[num_requests], query rows of this step; None is one each.
             capacity: what the plan must fit into; shared segments are merged into those below, the least useful
@@ -77,7 +87,13 @@ class CascadePlanner:
         return self._plan(batch, self._split(batch), capacity)
 
     def plan_groups(
-        self, configs: Sequence[CascadeConfig], block_tables: Any, seq_lens: Any, qo_lens: Any = None
+        self,
+        configs: Sequence[CascadeConfig],
+        block_tables: Any,
+        seq_lens: Any,
+        qo_lens: Any = None,
+        *,
+        capacity: PlanCapacity | None = None,
     ) -> list[CascadePlan]:
         """Plan one step for several groups of layers, such as those with a sliding window and those without.
 
@@ -89,8 +105,10 @@ class CascadePlanner:
             block_tables: as for `plan`.
             seq_lens: as for `plan`.
             qo_lens: as for `plan`.
+            capacity: as for `plan`; every group's plan fits it.
 
         Raises:
+            CapacityError: not even a flat plan fits.
             InvalidBatchError: wrong input, or a config with another page_size or other limits than this planner's.
             UnsupportedError: the policy forces a cascade that a sliding window makes wrong.
         """
@@ -104,7 +122,7 @@ class CascadePlanner:
                     )
         batch = make_batch(self.config, block_tables, seq_lens, qo_lens)
         groups = self._split(batch)
-        return [CascadePlanner(config, self.policy, self.profile)._plan(batch, groups, None) for config in configs]
+        return [CascadePlanner(config, self.policy, self.profile)._plan(batch, groups, capacity) for config in configs]
 
     def _split(self, batch: Batch) -> list[tuple[PartName, PrefixForest]]:
         """The parts of a batch, each with all sharing among its requests."""
@@ -117,11 +135,12 @@ class CascadePlanner:
     def _plan(
         self, batch: Batch, groups: list[tuple[PartName, PrefixForest]], capacity: PlanCapacity | None
     ) -> CascadePlan:
-        if capacity is None:
-            return self._assemble(batch, [self._choose(name, batch, forest, None) for name, forest in groups])
+        plan = self._assemble(batch, [self._choose(name, batch, forest, None) for name, forest in groups])
+        if capacity is None or not (over := capacity.lacks(plan.usage())):
+            return plan
         flat = PlanCapacity(batch.num_rows, batch.num_requests, batch.num_rows, batch.num_pages, 1, 0)
-        if lacking := capacity.lacks(flat):
-            raise capacity_error("the flat plan", lacking, "Reserve more, or run this batch eagerly")
+        if capacity.lacks(flat):
+            raise capacity_error("neither the plan nor flat attention", over, "Reserve more, or run this batch eagerly")
         # What flat leaves over is given to the parts in turn.
         segments, partials = capacity.num_segments - flat.num_segments, capacity.num_partials - flat.num_partials
         slots = capacity.num_slots - (len(groups) - 1)

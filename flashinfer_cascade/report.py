@@ -283,6 +283,8 @@ class _Outline:
     def _fate(self, node: int) -> str:
         if self.part.kept[node]:
             return f"kept: level {self.level[node]}"
+        if self.part.executor == "flat":
+            return ""
         nodes, requests = self.facts.readers[node].tolist()
         into = " and ".join(count_of(n, what) for n, what in ((nodes, "node"), (requests, "request")) if n)
         more = format_bytes(int(self.extra[node]) * self.config.kv_token_bytes)

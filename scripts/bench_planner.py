@@ -115,7 +115,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the records here too.")] = None,
 ) -> None:
     """Measure one-shot planning."""
-    console = Console()
+    console = Console(width=max(Console().width, 130))
     work = [(batch, order) for batch in batches() for order in ("grouped", "shuffled")]
     gc.collect()
     gc.disable()  # its pauses are the application's, not the planner's

@@ -169,6 +169,15 @@ def test_rounding_never_decreases():
     assert len(np.unique(round_tokens(np.arange(4097, 8193)))) == 4
 
 
+def test_a_window_shortens_what_flat_is_predicted_to_read():
+    work = tree("1,64_8192,64")
+    for window, longest in ((1023, 80.0), (-1, 300.0)):
+        config = cost_report.config((32, 8)).model_copy(update={"window_left": window})
+        part = CascadePlanner(config).plan(work.block_tables, work.seq_lens).parts[0]
+        assert longest / 2 < part.predicted_us["flat"] < longest
+        assert part.backends[0] in ("fa2", "fa2_uncut") or window < 0
+
+
 def test_choices_depend_on_rounded_lengths_alone():
     work = tree("1,8,64_2048,512,300")
     planner = CascadePlanner(cost_report.config((32, 8)), PlannerPolicy(executor="levels"))

@@ -31,7 +31,7 @@ def examined(monkeypatch, **changes):
 
 def test_a_healthy_machine_runs_everything(monkeypatch):
     found = examined(monkeypatch)
-    assert found["executors"] == {"reference": None, "flat": None, "levels": None}
+    assert found["executors"] == {"reference": None, "flat": None, "levels": None, "stock": None}
     lines = {finding.name: finding for finding in doctor.findings(found)}
     assert lines["GPU"].found == "NVIDIA H200, 150 GB, capability 9.0, profile h200"
     assert lines["GPU"].ok

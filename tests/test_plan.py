@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from flashinfer_cascade import CapacityError, CascadeConfig, CascadePlanner, PlannerPolicy
+from flashinfer_cascade import CapacityError, CascadeConfig, CascadePlanner, InvalidBatchError, PlannerPolicy
 
 FORCED = PlannerPolicy(executor="levels", fold=False)
 
@@ -147,6 +147,10 @@ def test_what_does_not_fit_a_captured_wrapper_is_refused():
         three_levels().to_flashinfer(num_levels=2)
     with pytest.raises(CapacityError, match="num_slots 4 > 3"):
         three_levels().to_flashinfer(slots=3)
+    assert len(three_levels().to_flashinfer(slots=np.int64(8))["qo_indptr_arr"]) == 3
+    assert len(three_levels().to_flashinfer(slots=np.array([4, 5, 6]))["qo_indptr_arr"][2]) == 7
+    with pytest.raises(InvalidBatchError, match="the part 'decode' belongs to another plan"):
+        three_levels().levels(three_levels().parts[0])
     with pytest.raises(CapacityError, match="slots names 2 levels, but there are 3"):
         three_levels().to_flashinfer(slots=[4, 4])
 

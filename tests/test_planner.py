@@ -161,8 +161,25 @@ def test_a_capacity_is_met_or_refused(batch, segments, partials):
     plan = planner.plan(tables, seq_lens, qo_lens, capacity=capacity)
     assert not capacity.lacks(plan.usage())
     check_rules(plan, page_size, tables, seq_lens, qo_lens)
-    with pytest.raises(CapacityError, match=f"num_segments {len(tables)} > {len(tables) - 1}"):
+    with pytest.raises(
+        CapacityError, match=r"neither the plan nor flat attention does not fit the capacity: .*num_segments"
+    ):
         planner.plan(tables, seq_lens, qo_lens, capacity=PlanCapacity(num_segments=len(tables) - 1))
+
+
+@given(batches(), POLICIES)
+def test_a_plan_fits_its_own_usage(batch, policy):
+    page_size, tables, seq_lens, qo_lens = batch
+    planner = CascadePlanner(config(page_size=page_size), policy)
+    plan = planner.plan(tables, seq_lens, qo_lens)
+    assert planner.plan(tables, seq_lens, qo_lens, capacity=plan.usage()) == plan
+
+
+def test_a_node_too_wide_for_the_room_does_not_drag_smaller_ones_along():
+    tables, seq_lens = nested((100, [1] * 30 + [(60, [1] * 6)]))
+    capacity = PlanCapacity(num_partials=36 + 6)
+    plan = CascadePlanner(config(), FORCED).plan(tables, seq_lens, capacity=capacity)
+    assert plan.parts[0].kept.tolist() == [False, True]
 
 
 def test_a_tight_capacity_merges_the_least_useful_node_and_says_so():
@@ -230,6 +247,14 @@ def test_max_levels_merges_on_the_paths_that_are_too_long_alone():
     assert plan.num_levels == PlannerPolicy().max_levels
     assert part.kept[part.forest.depth == 0].sum() >= 80
     assert part.kept.sum() == 80 + PlannerPolicy().max_levels - 1
+
+
+def test_which_of_two_long_paths_is_cut_first_does_not_hang_on_the_order_of_requests():
+    tables = [[0, 1, 2], [0, 1, 2, 3], [0, 4], [0, 4, 5, 6], [0, 4, 5, 6, 7, 8, 9]]
+    policy = PlannerPolicy(executor="levels", fold=False, max_levels=2)
+    planner = CascadePlanner(config(page_size=1), policy)
+    plans = [planner.plan(t, [len(x) for x in t]) for t in (tables, [tables[i] for i in (3, 1, 4, 2, 0)])]
+    assert len(plans[0].seg_pages) == len(plans[1].seg_pages)
 
 
 @pytest.mark.parametrize("policy", [FORCED, PlannerPolicy(executor="levels", fold=False, max_levels=3)])
@@ -419,6 +444,13 @@ def test_chains_hundreds_of_levels_deep_stay_within_max_levels():
 
 
 def test_errors_of_construction():
+    for wrong, match in (
+        ({"policy": "h200"}, "policy is a str: give a PlannerPolicy"),
+        ({"profile": None}, "profile is a NoneType"),
+        ({"config": {}}, "config is a dict: give a CascadeConfig"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            CascadePlanner(**({"config": config()} | wrong))
     with pytest.raises(UnsupportedError, match=r"profile 'b200' is not built in \(h200, h100"):
         CascadePlanner(config(), profile="b200")
     with pytest.raises(ValueError, match="max_levels"):

@@ -12,7 +12,7 @@ from flashinfer_cascade.csr import Int32Array
 from flashinfer_cascade.errors import CapacityError
 
 ALIGNMENT = 4
-"""Entries: kernels read index arrays 16 bytes at a time."""
+"""Entries: arrays begin at multiples of 16 bytes, as torch's own allocations do."""
 
 
 class StagingBuffer:
@@ -37,8 +37,8 @@ class StagingBuffer:
 
     @classmethod
     def for_config(cls, config: CascadeConfig, device: torch.device) -> StagingBuffer:
-        """Large enough for any batch that `config` admits: its page ids, and both row orders of each part."""
-        return cls(config.max_kv_indices + 2 * config.max_num_rows + 64 * ALIGNMENT, device)
+        """Large enough for any batch that `config` admits: its page ids and its row order."""
+        return cls(config.max_kv_indices + config.max_num_rows + 2 * ALIGNMENT, device)
 
     def copy(self, arrays: Sequence[Int32Array]) -> list[torch.Tensor]:
         """Copy on the current stream; the result's tensors are views of `on_device`, valid until the next copy.

@@ -53,20 +53,25 @@ class GpuExecutors:
         """Copy the plan's arrays and let FlashInfer plan its launches, on the current stream."""
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
-            if self._stream not in (None, stream):
-                stream.wait_stream(self._stream)
+            before = stream if self._stream is None else self._stream
+            stream.wait_stream(before)
             for event in self._elsewhere.values():
                 stream.wait_event(event)
+                # What FlashInfer allocated there for the last plan is freed by this one.
+                before.wait_event(event)
             self._elsewhere.clear()
             # FlashInfer plans in pinned memory of its own: what the last load wrote there must have been copied.
             self._loaded.synchronize()
-            arrays = [plan.seg_pages] if plan.row_order is None else [plan.seg_pages, plan.row_order]
-            pages, *rows = self._staging.copy(arrays)
-            self._active = [self._executor(number, part.executor) for number, part in enumerate(plan.parts)]
-            for executor, part in zip(self._active, plan.parts, strict=True):
-                executor.load(plan, part, pages, rows[0] if rows else None)
-            self._loaded.record(stream)
-            self._stream = stream
+            try:
+                arrays = [plan.seg_pages] if plan.row_order is None else [plan.seg_pages, plan.row_order]
+                pages, *rows = self._staging.copy(arrays)
+                self._active = [self._executor(number, part.executor) for number, part in enumerate(plan.parts)]
+                for executor, part in zip(self._active, plan.parts, strict=True):
+                    executor.load(plan, part, pages, rows[0] if rows else None)
+            finally:
+                # A load that fails halfway has queued copies too.
+                self._loaded.record(stream)
+                self._stream = stream
         return [part.executor for part in plan.parts]
 
     def _executor(self, number: int, name: Executor) -> LevelsExecutor | StockExecutor:

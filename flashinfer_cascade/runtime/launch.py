@@ -96,8 +96,8 @@ def check_signatures(flashinfer: Any) -> None:
         (decode, "run", RUN),
     ):
         parameters = inspect.signature(getattr(wrapper, method)).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            continue
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # decode since 0.7, which passes all on
+            parameters = inspect.signature(wrapper._plan_impl).parameters
         missing = set(keywords) - set(parameters)
         if missing:
             raise BackendUnavailableError(

@@ -91,16 +91,19 @@ class CascadeRuntime:
 
         On a GPU its arrays are copied on the current stream. The host waits only for the copies of the load before, so
         it may run ahead of the GPU by one step. Buffers that a larger batch than any before needs are allocated here,
-        so that `run` allocates nothing. After an error no plan is loaded.
+        so that `run`, given `out`, allocates nothing (FlashInfer's own wrapper does). After an error no plan is loaded.
 
-        A load is ordered behind all runs before it, on whatever stream, but for replays of a CUDA graph: order those
-        yourself. Runs of one runtime share its buffers: keep them on one stream, or order them.
+        A load is ordered behind all runs before it, on whatever stream. Runs of one runtime share its buffers: keep
+        them on one stream, or order them. A CUDA graph captured from `run` is valid until the next load.
 
         Raises:
-            InvalidBatchError: the plan was made for another configuration.
+            InvalidBatchError: it is no plan, or one for another configuration.
             CapacityError: it does not fit what was reserved.
             UnsupportedError: it names a kernel that this GPU does not have.
         """
+        self._plan = None  # should loading fail, at whatever point
+        if not isinstance(plan, CascadePlan):
+            raise InvalidBatchError(f"load takes a CascadePlan, not a {type(plan).__name__}: call planner.plan first")
         if plan.config != self.config:
             theirs, ours = plan.config.model_dump(), self.config.model_dump()
             differing = ", ".join(f"{name}={theirs[name]!r}" for name in ours if theirs[name] != ours[name])
@@ -108,7 +111,6 @@ class CascadeRuntime:
                 f"the plan was made with {differing}, unlike this runtime's configuration: "
                 "build planner and runtime from one CascadeConfig"
             )
-        self._plan = None  # should loading fail halfway
         self._executor_names = self._executors.load(plan)
         self._plan = plan
         self._num_pages = int(plan.seg_pages.max(initial=-1)) + 1
