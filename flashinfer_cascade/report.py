@@ -283,11 +283,11 @@ class _Outline:
     def _fate(self, node: int) -> str:
         if self.part.kept[node]:
             return f"kept: level {self.level[node]}"
-        if self.part.executor == "flat":
-            return ""
         nodes, requests = self.facts.readers[node].tolist()
         into = " and ".join(count_of(n, what) for n, what in ((nodes, "node"), (requests, "request")) if n)
         more = format_bytes(int(self.extra[node]) * self.config.kv_token_bytes)
+        if self.part.executor == "flat":
+            return f"read by each of {into}: +{more} read"
         return f"merged into {into} below: +{more} read, -{self.facts.node_rows[node]} row merges"
 
     def _own(self, node: int) -> Iterator[str]:

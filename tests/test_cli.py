@@ -247,7 +247,7 @@ def test_demo_refuses_unknown_workloads():
 def test_doctor_reports_this_machine():
     found = answer("doctor")
     assert found["versions"]["flashinfer-cascade"] == __version__
-    assert set(found["executors"]) == {"reference", "flat", "levels"}
+    assert set(found["executors"]) == {"reference", "flat", "levels", "stock"}
     assert set(found["libraries"]) == {"torch", "flashinfer", "triton"}
     if found["libraries"]["torch"]["error"] is None:
         assert found["executors"]["reference"] is None

@@ -120,8 +120,8 @@ def test_explain_lists_levels_with_what_flat_would_read():
 def test_explain_weighs_what_was_merged():
     plan = plan_tree((1, 4, 64), (64, 8), 20, FLAT)
     text = explain(plan)
-    assert "merged into 64 requests below: +264 MB read, -64 row merges" in text
-    assert "merged into 16 requests below: +7.86 MB read, -16 row merges" in text
+    assert "read by each of 64 requests: +264 MB read" in text
+    assert "read by each of 16 requests: +7.86 MB read" in text
     assert "kept: level" not in text
 
 
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_counted():
 
 def test_a_run_of_merged_nodes_is_one_line():
     text = explain(plan_chain(500, FLAT))
-    assert "500 requests share 7984 tokens (499 pages)  merged into 500 requests below" in text
+    assert "500 requests share 7984 tokens (499 pages)  read by each of 500 requests: +" in text
     assert len(text.splitlines()) < 12
 
 

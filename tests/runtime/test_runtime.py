@@ -175,8 +175,11 @@ def test_a_plan_of_another_configuration():
     other = CascadePlanner(config(window_left=64, num_kv_heads=4)).plan(*MIXED)
     with pytest.raises(InvalidBatchError, match="the plan was made with num_kv_heads=4, window_left=64, unlike"):
         runtime.load(other)
+    with pytest.raises(InvalidBatchError, match="load takes a CascadePlan, not a NoneType"):
+        runtime.load(None)
     assert runtime.stats.loads == 1
-    runtime.run(make_q(config(), MIXED.num_rows), make_kv_cache(config(), MIXED.num_pages))
+    with pytest.raises(CascadeError, match="no plan is loaded"):
+        runtime.run(make_q(config(), MIXED.num_rows), make_kv_cache(config(), MIXED.num_pages))
 
 
 CFG = config()
