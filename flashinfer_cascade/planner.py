@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from flashinfer_cascade.batch import Batch, make_batch
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error, fit_cut, num_slots
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
-from flashinfer_cascade.cost import Backend, CostModel, PartShape
-from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
+from flashinfer_cascade.cost import CostModel, PartShape
 from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError
 from flashinfer_cascade.fold import Cut, best_cuts, cut_at, no_cut
 from flashinfer_cascade.forest import PrefixForest, build_forest
-from flashinfer_cascade.plan import CascadePlan, Executor, PartName, PlanPart
+from flashinfer_cascade.layout import Choice, lay_out
+from flashinfer_cascade.plan import CascadePlan, Executor, PartName
 from flashinfer_cascade.profile import PROFILES, DeviceProfile
-
-SLICE_COPY_PAGES = 24
-"""Runs longer than this on average are copied one by one rather than gathered page by page."""
-
-
-_structure_ids = itertools.count(1)
 
 
 class CascadePlanner:
@@ -135,7 +128,7 @@ class CascadePlanner:
     def _plan(
         self, batch: Batch, groups: list[tuple[PartName, PrefixForest]], capacity: PlanCapacity | None
     ) -> CascadePlan:
-        plan = self._assemble(batch, [self._choose(name, batch, forest, None) for name, forest in groups])
+        plan = lay_out(self.config, batch, [self._choose(name, batch, forest, None) for name, forest in groups])
         if capacity is None or not (over := capacity.lacks(plan.usage())):
             return plan
         flat = PlanCapacity(batch.num_rows, batch.num_requests, batch.num_rows, batch.num_pages, 1, 0)
@@ -157,15 +150,15 @@ class CascadePlanner:
             segments -= int(cut.kept.sum())
             partials -= int(shape.node_rows[cut.kept].sum())
             slots -= num_slots(forest, cut)
-        return self._assemble(batch, choices)
+        return lay_out(self.config, batch, choices)
 
-    def _choose(self, name: PartName, batch: Batch, forest: PrefixForest, room: PlanCapacity | None) -> _Choice:
+    def _choose(self, name: PartName, batch: Batch, forest: PrefixForest, room: PlanCapacity | None) -> Choice:
         """Decide on one part: its segments, its executor."""
         shape = PartShape.of(batch, forest)
         flat_us, flat_backends = self._cost.flat(shape)
 
-        def flat(reason: str, **others: float) -> _Choice:
-            return _Choice(name, "flat", reason, shape, no_cut(forest), flat_backends, {"flat": flat_us, **others})
+        def flat(reason: str, **others: float) -> Choice:
+            return Choice(name, "flat", reason, shape, no_cut(forest), flat_backends, {"flat": flat_us, **others})
 
         policy, window = self.policy, self.config.window_left
         if policy.executor == "flat":
@@ -194,13 +187,13 @@ class CascadePlanner:
         merged = int(wanted[which].kept.sum() - cut.kept.sum())
         note = f"; {merged} shared segments merged to fit the limits" if merged else ""
         if policy.executor != "auto":
-            return _Choice(name, cascade, f"the policy asks for {cascade}{note}", shape, cut, backends, predicted)
+            return Choice(name, cascade, f"the policy asks for {cascade}{note}", shape, cut, backends, predicted)
         gain = flat_us / us
         if gain < policy.min_speedup:
             low = f"a cascade is predicted {gain:.2f}x as fast, below min_speedup={policy.min_speedup:g}"
             return flat(low + note, levels=us)
         reason = f"predicted {gain:.2f}x as fast as flat{note}"
-        return _Choice(name, cascade, reason, shape, cut, backends, predicted)
+        return Choice(name, cascade, reason, shape, cut, backends, predicted)
 
     def _candidate_cuts(self, shape: PartShape) -> list[Cut]:
         forest = shape.forest
@@ -220,126 +213,3 @@ class CascadePlanner:
         room = room or PlanCapacity()
         levels = min(room.num_levels, self.policy.max_levels)
         return fit_cut(shape.forest, shape.node_rows, int(shape.row_indptr[-1]), cut, replace(room, num_levels=levels))
-
-    def _assemble(self, batch: Batch, choices: list[_Choice]) -> CascadePlan:
-        """Lay out all parts' requests, rows and segments in one set of arrays."""
-        order = np.concatenate([choice.order for choice in choices])
-        identity = bool((order[1:] > order[:-1]).all())
-        qo_lens = batch.qo_lens[order]
-        qo_indptr = indptr(qo_lens)
-        row_order = None if identity else ranges(indptr(batch.qo_lens)[order], qo_lens)
-        seq_lens = batch.seq_lens[order]
-        row_pos = seq_lens - 1
-        if batch.num_rows > batch.num_requests:
-            row_pos = ranges(seq_lens - qo_lens, qo_lens)
-            row_pos[(seq_lens == 0).repeat(qo_lens)] = -1
-        segments = []
-        parts = []
-        begin = seg = 0
-        for choice in choices:
-            end = begin + len(choice.forest.order)
-            segments.append(_segments(batch, choice, qo_indptr[begin : end + 1]))
-            num = len(segments[-1].row_begin)
-            parts.append(
-                PlanPart(
-                    name=choice.name,
-                    executor=choice.executor,
-                    reason=choice.reason,
-                    request_begin=begin,
-                    request_end=end,
-                    row_begin=int(qo_indptr[begin]),
-                    row_end=int(qo_indptr[end]),
-                    seg_begin=seg,
-                    seg_end=seg + num,
-                    num_levels=choice.cut.num_levels,
-                    backends=choice.backends,
-                    causal=bool(((qo_lens > 1) & (seq_lens > 0))[begin:end].any()),
-                    forest=choice.forest,
-                    kept=choice.cut.kept,
-                    predicted_us=choice.predicted_us,
-                )
-            )
-            begin, seg = end, seg + num
-        joined = segments[0] if len(segments) == 1 else map(np.concatenate, zip(*segments, strict=True))
-        row_begin, num_rows, page_from, page_counts, kv_start, kv_len, level = joined
-        return CascadePlan(
-            config=self.config,
-            parts=tuple(parts),
-            row_order=None if row_order is None else row_order.astype(np.int32),
-            row_pos=row_pos.astype(np.int32),
-            request_order=order.astype(np.int32),
-            qo_indptr=qo_indptr.astype(np.int32),
-            seg_row_begin=row_begin.astype(np.int32),
-            seg_num_rows=num_rows.astype(np.int32),
-            seg_page_indptr=indptr(page_counts).astype(np.int32),
-            seg_pages=_gather_runs(batch, page_from, page_counts),
-            seg_kv_start=kv_start.astype(np.int32),
-            seg_kv_len=kv_len.astype(np.int32),
-            seg_level=level.astype(np.int32),
-            structure_id=next(_structure_ids),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """What was decided on one part, before it is laid out."""
-
-    name: PartName
-    executor: Executor
-    reason: str
-    shape: PartShape
-    cut: Cut
-    backends: tuple[Backend, ...]
-    predicted_us: dict[str, float]
-
-    @property
-    def forest(self) -> PrefixForest:
-        return self.shape.forest
-
-    @property
-    def order(self) -> Int64Array:
-        """Requests in the order of the plan: the forest's where it matters, the batch's own when flat."""
-        return self.forest.order if self.cut.kept.any() else np.sort(self.forest.order)
-
-
-class _Segments(NamedTuple):
-    """Columns of a part's segments, int64[num_segments] each."""
-
-    row_begin: Int64Array
-    num_rows: Int64Array
-    page_from: Int64Array
-    page_counts: Int64Array
-    kv_start: Int64Array
-    kv_len: Int64Array
-    level: Int64Array
-
-
-def _segments(batch: Batch, choice: _Choice, qo_indptr: Int64Array) -> _Segments:
-    """A part's segments by level and row: kept nodes, then each request's own KV."""
-    forest, cut, page, order = choice.forest, choice.cut, batch.page_size, choice.order
-    nodes = np.flatnonzero(cut.kept)
-    nodes = nodes[np.lexsort((forest.begin[nodes], cut.node_level[nodes]))]
-    begin, end = forest.begin[nodes], forest.end[nodes]
-    node_start = cut.node_start[nodes]
-    node_pages = forest.page_begin[nodes] + forest.num_pages[nodes] - node_start
-    table = batch.kv_indptr[order]
-    own_pages = batch.kv_indptr[order + 1] - table - cut.tail_start
-    return _Segments(
-        row_begin=np.concatenate((qo_indptr[begin], qo_indptr[:-1])),
-        num_rows=np.concatenate((qo_indptr[end] - qo_indptr[begin], qo_indptr[1:] - qo_indptr[:-1])),
-        page_from=np.concatenate((table[begin] + node_start, table + cut.tail_start)),
-        page_counts=np.concatenate((node_pages, own_pages)),
-        kv_start=np.concatenate((node_start, cut.tail_start)) * page,
-        kv_len=np.concatenate((node_pages * page, batch.seq_lens[order] - cut.tail_start * page)),
-        level=np.concatenate((cut.node_level[nodes], np.full(len(own_pages), cut.num_levels - 1))),
-    )
-
-
-def _gather_runs(batch: Batch, starts: Int64Array, counts: Int64Array) -> Int32Array:
-    """Concatenate ``kv_indices[start:start + count]`` over all pairs."""
-    pages, ends = batch.kv_indices, starts + counts
-    if starts[0] == 0 and (starts[1:] == ends[:-1]).all():
-        return pages[: ends[-1]]
-    if counts.sum() > SLICE_COPY_PAGES * len(starts):
-        return np.concatenate([pages[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
-    return pages[ranges(starts, counts)]
