@@ -155,6 +155,14 @@ def test_what_does_not_fit_a_captured_wrapper_is_refused():
         three_levels().to_flashinfer(slots=[4, 4])
 
 
+def test_padding_of_several_rows_makes_nothing_causal():
+    # A captured graph fixes whether its last level is causal; padding must not change that.
+    plan = CascadePlanner(config(), FORCED).plan([[1, 2, 10], [1, 2, 11], []], [40, 41, 0], [1, 1, 3])
+    assert plan.row_pos.tolist() == [39, 40, -1, -1, -1]
+    assert not plan.causal
+    assert plan.levels()[1].qo_indptr.tolist() == [0, 1, 2, 5]
+
+
 def test_the_last_level_is_causal_when_some_request_appends():
     pytest.importorskip("torch")
     tables = [[1, 2, 10], [1, 2, 11]]
