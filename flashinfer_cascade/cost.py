@@ -3,8 +3,8 @@
 The model follows what FlashInfer's fa2 paged kernels do. The host picks one query tile for a launch, from its
 average packed rows (rows times group size), and cuts KV so that at most two blocks run on each SM. A launch takes
 the longer of its blocks' time on the SMs and its unique bytes from HBM, or a little more where they are alike; merging
-what was cut comes on top. Shared
-KV that many blocks read at once comes from L2, at any size: the blocks walk it in step.
+what was cut comes on top. Shared KV that many blocks read at once comes from L2, at any size: the blocks walk it in
+step.
 
 Source: FlashInfer 0.7, include/flashinfer/attention/scheduler.cuh (PrefillSplitQOKVIndptr) and utils.cuh
 (FA2DetermineCtaTileQ). The constants are fitted to measured times: docs/cost_model.md.
@@ -35,6 +35,8 @@ TILES = (16, 64, 128)
 """Query rows (times group size) that an fa2 block can take."""
 
 BLOCKS_PER_SM = 2
+"""Blocks that FlashInfer wants on each SM: it cuts KV until there are so many."""
+
 MIN_SPLIT_TOKENS = 128
 """FlashInfer never cuts KV into shorter pieces."""
 
@@ -45,7 +47,7 @@ DECODE_GROUP_SIZES = (1, 2, 3, 4, 8)
 """Group sizes that FlashInfer's decode kernel is compiled for, in every version since 0.6."""
 
 DECODE_BLOCKS_PER_SM = 12
-"""More blocks than this and FlashInfer's decode kernel surely does not cut KV; it is considered only then."""
+"""With fewer blocks than this FlashInfer may cut KV in its decode kernel, which is not modelled: it is not considered."""
 
 STOCK_LEVEL_US, STOCK_LEVEL_ROW_NS = 4.9, 0.28
 """A further level of FlashInfer's own wrapper: fixed, and per row and query head at head_dim 128. Fitted on an H200."""
