@@ -47,7 +47,7 @@ DECODE_GROUP_SIZES = (1, 2, 3, 4, 8)
 """Group sizes that FlashInfer's decode kernel is compiled for, in every version since 0.6."""
 
 DECODE_BLOCKS_PER_SM = 12
-"""With fewer blocks than this FlashInfer may cut KV in its decode kernel, which is not modelled: it is not considered."""
+"""With fewer blocks than this FlashInfer may cut KV in its decode kernel, which is not modelled."""
 
 STOCK_LEVEL_US, STOCK_LEVEL_ROW_NS = 4.9, 0.28
 """A further level of FlashInfer's own wrapper: fixed, and per row and query head at head_dim 128. Fitted on an H200."""
