@@ -149,6 +149,13 @@ class CascadeConfig(BaseModel):
         return self.num_qo_heads // self.num_kv_heads
 
     @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """Of one page of K or V in the KV cache, in the order of `kv_layout`."""
+        if self.kv_layout == "HND":
+            return self.num_kv_heads, self.page_size, self.head_dim
+        return self.page_size, self.num_kv_heads, self.head_dim
+
+    @property
     def kv_token_bytes(self) -> int:
         """Bytes of K and V of one token, all heads of one layer."""
         return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype]

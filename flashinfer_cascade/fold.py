@@ -111,12 +111,16 @@ def best_cuts(forest: PrefixForest, costs: FoldCosts) -> BoolArray:
     page_end = (forest.page_begin + forest.num_pages).astype(np.float64)
     ranges_by_depth = _by_depth(forest)
 
+    # Each node's parent, counted from the first node of the parents' depth.
+    above: list[Int64Array] = []
     # Pages from the beginning of each ancestor (by depth) to the end of the node, 0 for "behind the node".
     pages: list[NDArray[Any]] = []
     begins = np.empty((1, 0), np.float64)
     for depth, (low, high) in enumerate(ranges_by_depth):
-        above = forest.parent[low:high] - ranges_by_depth[depth - 1][0] if depth else np.zeros(high - low, np.int64)
-        begins = np.column_stack((begins[above], forest.page_begin[low:high]))
+        above.append(
+            forest.parent[low:high] - ranges_by_depth[depth - 1][0] if depth else np.zeros(high - low, np.int64)
+        )
+        begins = np.column_stack((begins[above[depth]], forest.page_begin[low:high]))
         pages.append(np.column_stack((page_end[low:high, None] - begins, np.zeros(high - low))))
 
     # below[node, candidate, j]: cost of all beneath the node when the segment through it begins at depth j.
@@ -140,8 +144,7 @@ def best_cuts(forest: PrefixForest, costs: FoldCosts) -> BoolArray:
     candidate = np.arange(num_candidates)
     begin_depth = np.zeros((1, num_candidates), np.int64)
     for depth, (low, high) in enumerate(ranges_by_depth):
-        above = forest.parent[low:high] - ranges_by_depth[depth - 1][0] if depth else np.zeros(high - low, np.int64)
-        begin_depth = begin_depth[above]
+        begin_depth = begin_depth[above[depth]]
         chosen = keep[depth][np.arange(high - low)[:, None], candidate, begin_depth]
         kept[:, low:high] = chosen.T
         begin_depth = np.where(chosen, depth + 1, begin_depth)

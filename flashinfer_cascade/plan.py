@@ -207,6 +207,7 @@ class CascadePlan:
 
         Raises:
             CapacityError: the plan has more than `num_levels` levels.
+            InvalidBatchError: `part` belongs to another plan.
         """
         if part is not None and not any(part is own for own in self.parts):
             raise InvalidBatchError(f"the part {part.name!r} belongs to another plan: take it from this one's parts")

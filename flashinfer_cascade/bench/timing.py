@@ -59,10 +59,7 @@ class KvPool:
         Raises:
             MemoryError: the pool holds fewer than `MIN_SETS`.
         """
-        inner = (config.page_size, config.num_kv_heads)
-        if config.kv_layout == "HND":
-            inner = inner[::-1]
-        shape = (num_pages, 2, *inner, config.head_dim)
+        shape = (num_pages, 2, *config.page_shape)
         size = math.prod(shape)
         wanted = max(MIN_SETS, -(-MIN_ROTATED_BYTES // (size * self._pool.itemsize)))
         if wanted * size > len(self._pool):

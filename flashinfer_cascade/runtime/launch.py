@@ -241,10 +241,7 @@ def compile_backend(config: CascadeConfig, backend: Backend, device: torch.devic
         raise UnsupportedError(f"fa3 takes KV of q's dtype only, not {config.kv_dtype}")
     with torch.cuda.device(device):
         dtype, kv_dtype = getattr(torch, config.dtype), getattr(torch, config.kv_dtype)
-        page = (config.page_size, config.num_kv_heads)
-        if config.kv_layout == "HND":
-            page = page[::-1]
-        cache = torch.zeros(1, 2, *page, config.head_dim, dtype=dtype, device=device).to(kv_dtype)
+        cache = torch.zeros(1, 2, *config.page_shape, dtype=dtype, device=device).to(kv_dtype)
         q = torch.zeros(1, config.num_qo_heads, config.head_dim, dtype=dtype, device=device)
         lse = torch.empty(1, config.num_qo_heads, device=device)
         indptr = np.array([0, 1], np.int32)

@@ -214,18 +214,15 @@ class CascadeRuntime:
 
     def _check_cache(self, kv_cache: KVCache) -> None:
         config = self.config
-        page = (config.page_size, config.num_kv_heads, config.head_dim)
-        if config.kv_layout == "HND":
-            page = (config.num_kv_heads, config.page_size, config.head_dim)
         remedy = f"the layout is {config.kv_layout}; view a cache stored as bytes in its own dtype"
         if isinstance(kv_cache, torch.Tensor):
             caches, num_pages = {"kv_cache": kv_cache}, len(kv_cache)
-            shape: tuple[int, ...] = (num_pages, 2, *page)
+            shape: tuple[int, ...] = (num_pages, 2, *config.page_shape)
         else:
             if len(kv_cache) != 2:
                 raise InvalidBatchError(f"kv_cache holds {len(kv_cache)} tensors: pass one 5-D tensor, or (k, v)")
             caches, num_pages = {"kv_cache[0]": kv_cache[0], "kv_cache[1]": kv_cache[1]}, len(kv_cache[0])
-            shape = (num_pages, *page)
+            shape = (num_pages, *config.page_shape)
         for name, cache in caches.items():
             self._check(name, cache, shape, getattr(torch, config.kv_dtype), remedy)
         if len({cache.stride() for cache in caches.values()}) > 1:
