@@ -28,7 +28,7 @@ from flashinfer_cascade.forest import PrefixForest
 from flashinfer_cascade.profile import DeviceProfile
 
 Backend = Literal["fa2", "fa2_uncut", "fa3", "decode"]
-"""A FlashInfer kernel. fa2: tensor cores, KV cut where blocks are few; fa2_uncut: never cut. fa3: Hopper only, for wide
+"""A FlashInfer kernel. fa2: tensor cores, with KV cut; fa2_uncut: without. fa3: Hopper only, for wide
 groups. decode: CUDA cores, one row a group, best for short KV and small group sizes."""
 
 TILES = (16, 64, 128)
@@ -159,7 +159,7 @@ class CostModel:
         """Predicted microseconds with the fastest backend, and which that is."""
         num_rows = int(launch.rows.sum())
         us, is_cut = self._fa2(launch, num_rows, may_cut=True)
-        backend: Backend = "fa2"
+        backend: Backend = "fa2" if is_cut else "fa2_uncut"
         if is_cut:
             uncut_us, _ = self._fa2(launch, num_rows, may_cut=False)
             if uncut_us < us:

@@ -8,6 +8,7 @@ from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import BackendUnavailableError
 from flashinfer_cascade.plan import CascadePlan, Executor
 from flashinfer_cascade.runtime.buffers import StagingBuffer
+from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.launch import float_workspace_bytes, import_flashinfer
 from flashinfer_cascade.runtime.levels import LevelsExecutor
 from flashinfer_cascade.runtime.stock import StockExecutor
@@ -84,23 +85,13 @@ class GpuExecutors:
             self._levels.append(LevelsExecutor(self._config, self._workspace))
         return self._levels[number]
 
-    def run(
-        self,
-        number: int,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        k_scale: float,
-        v_scale: float,
-        sinks: torch.Tensor | None,
-    ) -> None:
+    def run(self, number: int, call: LayerCall) -> None:
         """Run one part on the current stream."""
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
             foreign = stream != self._stream and not torch.cuda.is_current_stream_capturing()
             if foreign:
                 stream.wait_event(self._loaded)
-            self._active[number].run(q, kv_cache, out, lse, k_scale, v_scale, sinks)
+            self._active[number].run(call)
             if foreign:
                 self._elsewhere.setdefault(stream, torch.cuda.Event()).record(stream)

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.plan import CascadePlan, PlanPart
+from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.kernels.merge import merge
 from flashinfer_cascade.runtime.launch import PagedLaunch
 
@@ -64,33 +65,23 @@ class LevelsExecutor:
         self._rows, self._row_map = rows_of(plan, part, row_order)
         self._reserve(len(levels), part.row_end - part.row_begin)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        k_scale: float,
-        v_scale: float,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        """Attend for the part's rows of q; writes exactly these rows of `out` and `lse`."""
-        row_map = self._row_map
+    def run(self, call: LayerCall) -> None:
+        """Attend for the part's rows of q; writes exactly these rows of ``out`` and ``lse``."""
+        row_map, q, out, lse = self._row_map, call.q, call.out, call.lse
         if row_map is None:
             q, out = q[self._rows], out[self._rows]
             lse = None if lse is None else lse[self._rows]
-            if len(self._active) == 1 and sinks is None and out.is_contiguous():
-                self._active[0].run(q, kv_cache, out, lse, k_scale, v_scale)
+            if len(self._active) == 1 and call.sinks is None and out.is_contiguous():
+                self._active[0].run(q, call.kv_cache, out, lse, call.k_scale, call.v_scale)
                 return
         else:
-            gathered = self._gathered[: len(row_map)]
-            q = torch.index_select(q, 0, row_map, out=gathered)
+            q = torch.index_select(q, 0, row_map, out=self._gathered[: len(row_map)])
         num_levels, num_rows = len(self._active), len(q)
         partials = self._partials[: num_levels * num_rows].view(num_levels, num_rows, *q.shape[1:])
         partial_lse = self._partial_lse[: num_levels * num_rows].view(num_levels, num_rows, q.shape[1])
         for number, launch in enumerate(self._active):
-            launch.run(q, kv_cache, partials[number], partial_lse[number], k_scale)
-        merge(partials, partial_lse, out, row_map=row_map, sinks=sinks, v_scale=v_scale, lse=lse)
+            launch.run(q, call.kv_cache, partials[number], partial_lse[number], call.k_scale)
+        merge(partials, partial_lse, out, row_map=row_map, sinks=call.sinks, v_scale=call.v_scale, lse=lse)
 
     def _reserve(self, num_levels: int, num_rows: int) -> None:
         config, device = self._config, self._workspace.device

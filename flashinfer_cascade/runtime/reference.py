@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.plan import CascadePlan, PlanPart
+from flashinfer_cascade.runtime.call import LayerCall
 
 LOG2E = math.log2(math.e)
 
@@ -165,19 +166,9 @@ class ReferenceExecutors:
         self._executors = executors
         return ["reference"] * len(executors)
 
-    def run(
-        self,
-        number: int,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        k_scale: float,
-        v_scale: float,
-        sinks: torch.Tensor | None,
-    ) -> None:
+    def run(self, number: int, call: LayerCall) -> None:
         """See `runtime.Executors`."""
-        self._executors[number].run(q, kv_cache, out, lse, k_scale, v_scale, sinks)
+        self._executors[number].run(*call)
 
 
 def merge_partials(partials: torch.Tensor, partial_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,9 +12,8 @@ import torch
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import CascadeError, InvalidBatchError, UnsupportedError
 from flashinfer_cascade.plan import CascadePlan, PartName, PlanPart
+from flashinfer_cascade.runtime.call import KVCache, LayerCall, check_pages, check_tensors, num_cache_pages
 from flashinfer_cascade.runtime.reference import ReferenceExecutors
-
-KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -39,18 +38,8 @@ class Executors(Protocol):
     def load(self, plan: CascadePlan) -> Sequence[str]:
         """Prepare all parts of a plan; returns the name of the executor that each will run on."""
 
-    def run(
-        self,
-        number: int,
-        q: torch.Tensor,
-        kv_cache: KVCache,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        k_scale: float,
-        v_scale: float,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        """Run one part by its position in `CascadePlan.parts`; writes exactly its rows of `out` and `lse`."""
+    def run(self, number: int, call: LayerCall) -> None:
+        """Run one part by its position in `CascadePlan.parts`; writes exactly its rows of ``out`` and ``lse``."""
 
 
 class CascadeRuntime:
@@ -182,63 +171,24 @@ class CascadeRuntime:
         """
         if self._plan is None:
             raise CascadeError("no plan is loaded: call load(plan) before run")
-        plan, config = self._plan, self.config
+        plan = self._plan
         selected = _select(plan, part)
-        shape, dtype = (plan.num_rows, config.num_qo_heads, config.head_dim), getattr(torch, config.dtype)
-        self._check("q", q, shape, dtype, "pass the rows of the batch that the loaded plan was made for")
-        self._check_cache(kv_cache)
-        if sinks is not None:
-            self._check("sinks", sinks, shape[1:2], torch.float32, "give one natural-log logit per query head")
+        check_tensors(self.config, self.device, plan.num_rows, q, kv_cache, sinks, out)
+        check_pages(self._num_pages, num_cache_pages(kv_cache))
+        is_whole = len(selected) == len(plan.parts)
         if out is None:
-            allocate = torch.empty_like if len(selected) == len(plan.parts) else torch.zeros_like
-            out = allocate(q, memory_format=torch.contiguous_format)
-        else:
-            self._check("out", out, shape, dtype, "it receives the rows of q")
-        lse = torch.full(shape[:2], float("-inf"), device=self.device) if return_lse else None
+            out = (torch.empty_like if is_whole else torch.zeros_like)(q, memory_format=torch.contiguous_format)
+        lse = None
+        if return_lse:
+            lse = torch.empty(q.shape[:2], device=self.device)
+            if not is_whole:
+                lse.fill_(float("-inf"))
+        call = LayerCall(q, kv_cache, out, lse, k_scale, v_scale, sinks)
         for number in selected:
-            self._executors.run(number, q, kv_cache, out, lse, k_scale, v_scale, sinks)
+            self._executors.run(number, call)
             self.stats.parts_run[plan.parts[number].name, self._executor_names[number]] += 1
         self.stats.runs += 1
         return out if lse is None else (out, lse)
-
-    def _check(self, name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, remedy: str) -> None:
-        if x.shape != shape or x.dtype != dtype or x.device != self.device:
-            raise InvalidBatchError(
-                f"{name} is {_describe(x)}; expected {dtype} {list(shape)} on {self.device}: {remedy}"
-            )
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise InvalidBatchError(
-                f"{name} has a stride of {x.stride(-1)} in its last dimension: the kernels read that one as a whole, "
-                "make it contiguous"
-            )
-
-    def _check_cache(self, kv_cache: KVCache) -> None:
-        config = self.config
-        remedy = f"the layout is {config.kv_layout}; view a cache stored as bytes in its own dtype"
-        if isinstance(kv_cache, torch.Tensor):
-            caches, num_pages = {"kv_cache": kv_cache}, len(kv_cache)
-            shape: tuple[int, ...] = (num_pages, 2, *config.page_shape)
-        else:
-            if len(kv_cache) != 2:
-                raise InvalidBatchError(f"kv_cache holds {len(kv_cache)} tensors: pass one 5-D tensor, or (k, v)")
-            caches, num_pages = {"kv_cache[0]": kv_cache[0], "kv_cache[1]": kv_cache[1]}, len(kv_cache[0])
-            shape = (num_pages, *config.page_shape)
-        for name, cache in caches.items():
-            self._check(name, cache, shape, getattr(torch, config.kv_dtype), remedy)
-        if len({cache.stride() for cache in caches.values()}) > 1:
-            raise InvalidBatchError(
-                f"K has strides {kv_cache[0].stride()} and V {kv_cache[1].stride()}: the kernels take one set of "
-                "strides for both, allocate them alike"
-            )
-        if num_pages < self._num_pages:
-            raise InvalidBatchError(
-                f"the plan reads page {self._num_pages - 1}, but kv_cache holds {num_pages} pages: "
-                "pass the cache that the block tables index"
-            )
-
-
-def _describe(x: torch.Tensor) -> str:
-    return f"{x.dtype} {list(x.shape)} on {x.device}"
 
 
 def _select(plan: CascadePlan, part: PartName | PlanPart | None) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import UnsupportedError
 from flashinfer_cascade.plan import CascadePlan, PlanPart
+from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.launch import import_flashinfer, plan_stock
 from flashinfer_cascade.runtime.levels import rows_of
 
@@ -56,32 +57,32 @@ class StockExecutor:
         plan_stock(self._planned, plan, part)
         self._rows, self._row_map = rows_of(plan, part, row_order)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        k_scale: float,
-        v_scale: float,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        """Attend for the part's rows of q; writes exactly these rows of `out`.
+    def run(self, call: LayerCall) -> None:
+        """Attend for the part's rows of q; writes exactly these rows of ``out``.
 
         Raises:
             UnsupportedError: what the wrapper does not pass on: sinks, scales, the log-sum-exp.
         """
-        for name, asked in (
-            ("sinks", sinks is not None),
-            ("k_scale", k_scale != 1.0),
-            ("v_scale", v_scale != 1.0),
-            ("return_lse", lse is not None),
-        ):
-            if asked:
-                raise UnsupportedError(
-                    f"{name}: FlashInfer's multi-level wrapper does not take it. Use executor='levels'"
-                )
+        refuse_what_stock_lacks(call)
+        q, out = call.q, call.out
         if self._row_map is None:
-            out[self._rows].copy_(self._planned.run(q[self._rows], kv_cache))
+            out[self._rows].copy_(self._planned.run(q[self._rows], call.kv_cache))
         else:
-            out.index_copy_(0, self._row_map.long(), self._planned.run(q[self._row_map.long()], kv_cache))
+            row_map = self._row_map.long()
+            out.index_copy_(0, row_map, self._planned.run(q[row_map], call.kv_cache))
+
+
+def refuse_what_stock_lacks(call: LayerCall) -> None:
+    """FlashInfer's multi-level wrapper does not pass on sinks, scales and the log-sum-exp.
+
+    Raises:
+        UnsupportedError: the call asks for one of them.
+    """
+    for name, asked in (
+        ("sinks", call.sinks is not None),
+        ("k_scale", call.k_scale != 1.0),
+        ("v_scale", call.v_scale != 1.0),
+        ("return_lse", call.lse is not None),
+    ):
+        if asked:
+            raise UnsupportedError(f"{name}: FlashInfer's multi-level wrapper does not take it. Use executor='levels'")
