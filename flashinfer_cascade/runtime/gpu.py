@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flashinfer_cascade.config import CascadeConfig
@@ -9,9 +11,11 @@ from flashinfer_cascade.errors import BackendUnavailableError
 from flashinfer_cascade.plan import CascadePlan, Executor
 from flashinfer_cascade.runtime.buffers import StagingBuffer
 from flashinfer_cascade.runtime.call import LayerCall
+from flashinfer_cascade.runtime.graph_levels import CapturedLevels, GraphBuffers
 from flashinfer_cascade.runtime.launch import float_workspace_bytes, import_flashinfer
 from flashinfer_cascade.runtime.levels import LevelsExecutor
-from flashinfer_cascade.runtime.stock import StockExecutor
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, StockShape, launch_specs, one_for_all
+from flashinfer_cascade.runtime.stock import CapturedStock, StockExecutor
 
 
 class GpuExecutors:
@@ -38,8 +42,8 @@ class GpuExecutors:
         self._config = config
         self.device = device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", say
         with torch.cuda.device(device):
-            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-            workspace_bytes = float_workspace_bytes(config, num_sms)
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            workspace_bytes = float_workspace_bytes(config, self._num_sms)
             # The launches of all parts run one after the other, so one workspace serves them.
             self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
             self._staging = StagingBuffer.for_config(config, device)
@@ -84,6 +88,24 @@ class GpuExecutors:
         while len(self._levels) <= number:
             self._levels.append(LevelsExecutor(self._config, self._workspace))
         return self._levels[number]
+
+    def graphs(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> list[CapturedLevels | CapturedStock]:
+        """See `runtime.Executors`."""
+        config, num_sms = self._config, self._num_sms
+        meant = [(bucket, one_for_all(config, bucket, num_sms) if shape is None else shape) for bucket, shape in graphs]
+        specs = [
+            (bucket, launch_specs(config, bucket, shape, num_sms))
+            for bucket, shape in meant
+            if isinstance(shape, GraphShape)
+        ]
+        buffers = GraphBuffers(config, self.device, specs) if specs else None
+        executors: list[CapturedLevels | CapturedStock] = []
+        for bucket, shape in meant:
+            if isinstance(shape, StockShape):
+                executors.append(CapturedStock(config, bucket, shape, self.device, num_sms))
+            elif buffers is not None:
+                executors.append(CapturedLevels(config, bucket, shape, buffers))
+        return executors
 
     def run(self, number: int, call: LayerCall) -> None:
         """Run one part on the current stream."""

@@ -19,7 +19,7 @@ import torch
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.cost import DECODE_GROUP_SIZES, Backend
 from flashinfer_cascade.errors import BackendUnavailableError, CapacityError, UnsupportedError
-from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
+from flashinfer_cascade.plan import Level
 from flashinfer_cascade.runtime.buffers import to_int32
 
 PREFILL_PLAN = (
@@ -148,39 +148,13 @@ class PagedLaunch:
             causal: whether each group's last rows are its new tokens.
             backend: which kernel, and whether it may cut KV.
         """
-        config = self._config
         # Wrappers are kept: each holds 8 MiB on the device and as much pinned memory.
         wrapper = self._wrapper(backend.removesuffix("_uncut"))
-        common = {
-            "num_qo_heads": config.num_qo_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "page_size": config.page_size,
-            "sm_scale": config.softmax_scale,
-            "window_left": config.window_left,
-            "logits_soft_cap": config.logits_soft_cap,
-            "q_data_type": getattr(torch, config.dtype),
-            "kv_data_type": getattr(torch, config.kv_dtype),
-        }
-        if backend == "decode":
-            arguments = {
-                "indptr": to_int32(level.kv_indptr),
-                "indices": kv_indices,
-                "last_page_len": to_int32(level.kv_last_page_len),
-                "head_dim": config.head_dim,
-            }
-        else:
-            arguments = {
-                "qo_indptr": to_int32(level.qo_indptr),
-                "paged_kv_indptr": to_int32(level.kv_indptr),
-                "paged_kv_indices": kv_indices,
-                "paged_kv_last_page_len": to_int32(level.kv_last_page_len),
-                "head_dim_qk": config.head_dim,
-                "causal": causal,
-                "disable_split_kv": backend == "fa2_uncut",
-            }
+        qo_indptr, kv_indptr, last_page_len = map(to_int32, (level.qo_indptr, level.kv_indptr, level.kv_last_page_len))
+        arguments = plan_arguments(self._config, backend, qo_indptr, kv_indptr, last_page_len, kv_indices, causal)
         try:
-            with tell_if_slow(backend, config):
-                wrapper.plan(**arguments, **common)
+            with tell_if_slow(backend, self._config):
+                wrapper.plan(**arguments)
         except RuntimeError as error:
             if "overflow" not in str(error):
                 raise
@@ -229,6 +203,40 @@ class PagedLaunch:
         return self._wrappers[backend]
 
 
+def plan_arguments(
+    config: CascadeConfig,
+    backend: Backend,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_indices: torch.Tensor,
+    causal: bool,
+) -> dict[str, Any]:
+    """The keyword arguments of FlashInfer's ``plan`` for one launch; the groups are those of a `Level`, on the CPU."""
+    common = {
+        "num_qo_heads": config.num_qo_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "page_size": config.page_size,
+        "sm_scale": config.softmax_scale,
+        "window_left": config.window_left,
+        "logits_soft_cap": config.logits_soft_cap,
+        "q_data_type": getattr(torch, config.dtype),
+        "kv_data_type": getattr(torch, config.kv_dtype),
+    }
+    if backend == "decode":
+        groups = {"indptr": kv_indptr, "indices": kv_indices, "last_page_len": kv_last_page_len}
+        return common | groups | {"head_dim": config.head_dim}
+    return common | {
+        "qo_indptr": qo_indptr,
+        "paged_kv_indptr": kv_indptr,
+        "paged_kv_indices": kv_indices,
+        "paged_kv_last_page_len": kv_last_page_len,
+        "head_dim_qk": config.head_dim,
+        "causal": causal,
+        "disable_split_kv": backend == "fa2_uncut",
+    }
+
+
 def compile_backend(config: CascadeConfig, backend: Backend, device: torch.device) -> None:
     """Run a backend once, so that FlashInfer compiles it, or loads what it has compiled before.
 
@@ -252,16 +260,16 @@ def compile_backend(config: CascadeConfig, backend: Backend, device: torch.devic
         torch.cuda.synchronize()
 
 
-def plan_stock(wrapper: Any, plan: CascadePlan, part: PlanPart) -> None:
-    """Plan FlashInfer's multi-level wrapper for one part, with all of its levels on fa2.
+def plan_on_fa2(wrapper: Any, config: CascadeConfig, arguments: dict[str, Any]) -> None:
+    """Plan FlashInfer's multi-level wrapper with all of its levels on fa2.
 
     The wrapper has no argument for the backend, and on Hopper chooses fa3, which is slower than no cascade at all
     on most batches; it reads the backend of each level's own wrapper when it plans.
     """
     for level in wrapper._batch_prefill_wrappers:
         level._backend = "fa2"
-    with tell_if_slow("fa2", plan.config):
-        wrapper.plan(**plan.to_flashinfer(part=part))
+    with tell_if_slow("fa2", config):
+        wrapper.plan(**arguments)
 
 
 @contextlib.contextmanager

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flashinfer_cascade.capacity import PlanCapacity
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 from flashinfer_cascade.runtime.call import LayerCall
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket
 
 LOG2E = math.log2(math.e)
 
@@ -169,6 +172,52 @@ class ReferenceExecutors:
     def run(self, number: int, call: LayerCall) -> None:
         """See `runtime.Executors`."""
         self._executors[number].run(*call)
+
+    def graphs(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> list[ReferenceRows]:
+        """See `runtime.Executors`; shapes are a GPU's matter."""
+        return [ReferenceRows(self._config, bucket) for bucket, _ in graphs]
+
+
+class ReferenceRows:
+    """What a graph does, on the CPU: a plan of at most so many rows, the others seeing nothing.
+
+    Args:
+        config: the attention.
+        bucket: rows and requests.
+    """
+
+    def __init__(self, config: CascadeConfig, bucket: Bucket) -> None:
+        self._executors = ReferenceExecutors(config)
+        self._plan: CascadePlan | None = None
+        self.bucket = bucket
+        self.shape: AnyShape | None = None
+        self.capacity = PlanCapacity(num_rows=bucket.num_rows, num_page_indices=config.max_kv_indices)
+
+    def lay(self, plan: CascadePlan) -> None:
+        """See `graph_state.GraphExecutor.lay`; every plan of the bucket fits."""
+
+    def load(self, plan: CascadePlan, laid: Any) -> None:
+        """See `graph_state.GraphExecutor.load`."""
+        self._executors.load(plan)
+        self._plan = plan
+
+    def load_nothing(self) -> None:
+        """See `graph_state.GraphExecutor.load_nothing`."""
+        self._plan = None
+
+    def run(self, call: LayerCall) -> None:
+        """See `graph_state.GraphExecutor.run`."""
+        num_rows = 0 if self._plan is None else self._plan.num_rows
+        call.out[num_rows:] = 0
+        if call.lse is not None:
+            empty = -math.inf if call.sinks is None else call.sinks * LOG2E
+            call.lse[num_rows:] = empty
+        if self._plan is not None:
+            live = call._replace(
+                q=call.q[:num_rows], out=call.out[:num_rows], lse=None if call.lse is None else call.lse[:num_rows]
+            )
+            for number in range(len(self._plan.parts)):
+                self._executors.run(number, live)
 
 
 def merge_partials(partials: torch.Tensor, partial_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, overload
 
@@ -12,8 +13,10 @@ import torch
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import CascadeError, InvalidBatchError, UnsupportedError
 from flashinfer_cascade.plan import CascadePlan, PartName, PlanPart
-from flashinfer_cascade.runtime.call import KVCache, LayerCall, check_pages, check_tensors, num_cache_pages
+from flashinfer_cascade.runtime.call import KVCache, LayerCall, check_pages, check_plan, check_tensors, num_cache_pages
+from flashinfer_cascade.runtime.graph_state import GraphExecutor, GraphState
 from flashinfer_cascade.runtime.reference import ReferenceExecutors
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, make_bucket
 
 
 @dataclass(slots=True)
@@ -41,6 +44,9 @@ class Executors(Protocol):
     def run(self, number: int, call: LayerCall) -> None:
         """Run one part by its position in `CascadePlan.parts`; writes exactly its rows of ``out`` and ``lse``."""
 
+    def graphs(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> Sequence[GraphExecutor]:
+        """What captured graphs of these buckets and shapes run on."""
+
 
 class CascadeRuntime:
     """Runs plans of one configuration on one device: `load` once a step, then `run` once a layer.
@@ -62,7 +68,8 @@ class CascadeRuntime:
         self.device = torch.device(device)
         self.stats = RuntimeStats()
         self._plan: CascadePlan | None = None
-        self._num_pages = 0
+        self._state: GraphState | None = None
+        self._num_pages = 0  # of the smallest cache that the plan was held against
         self._executor_names: Sequence[str] = ()
         self._executors: Executors
         if self.device.type == "cpu":
@@ -91,19 +98,57 @@ class CascadeRuntime:
             UnsupportedError: it names a kernel that this GPU does not have.
         """
         self._plan = None  # should loading fail, at whatever point
-        if not isinstance(plan, CascadePlan):
-            raise InvalidBatchError(f"load takes a CascadePlan, not a {type(plan).__name__}: call planner.plan first")
-        if plan.config != self.config:
-            theirs, ours = plan.config.model_dump(), self.config.model_dump()
-            differing = ", ".join(f"{name}={theirs[name]!r}" for name in ours if theirs[name] != ours[name])
-            raise InvalidBatchError(
-                f"the plan was made with {differing}, unlike this runtime's configuration: "
-                "build planner and runtime from one CascadeConfig"
-            )
+        check_plan(self.config, plan)
         self._executor_names = self._executors.load(plan)
         self._plan = plan
-        self._num_pages = int(plan.seg_pages.max(initial=-1)) + 1
+        self._num_pages = 0
         self.stats.loads += 1
+
+    def graph_state(
+        self,
+        batch_size: int | None = None,
+        *,
+        num_tokens: int | None = None,
+        max_requests: int | None = None,
+        shape: AnyShape | None = None,
+    ) -> GraphState:
+        """Buffers for a CUDA graph that you capture yourself: one that replays any plan which fits.
+
+        Call `GraphState.run` in the captured function, or `run` inside ``with runtime.using(state)``; before each
+        replay, load a plan that was made with ``capacity=state.capacity``.
+
+        Args:
+            batch_size: rows of a graph for decode, one row a request.
+            num_tokens: instead: rows of a graph for appends, prefill and mixed batches.
+            max_requests: most requests of a graph for appends; None is config.max_batch_size.
+            shape: its kernels; None takes `shapes.one_for_all`.
+
+        Raises:
+            InvalidBatchError: the sizes exceed the configuration's.
+            UnsupportedError: the shape names a kernel that the device, the configuration or the bucket does not allow.
+        """
+        bucket = make_bucket(self.config, batch_size, num_tokens, max_requests)
+        return self.graph_states([(bucket, shape)])[0]
+
+    def graph_states(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> list[GraphState]:
+        """States of graphs that are never replayed side by side: they share their buffers.
+
+        A load into any of them replaces what was loaded into the others.
+
+        Raises:
+            UnsupportedError: as for `graph_state`.
+        """
+        executors = self._executors.graphs(graphs)
+        return [GraphState(self.config, self.device, executor) for executor in executors]
+
+    @contextlib.contextmanager
+    def using(self, state: GraphState) -> Iterator[None]:
+        """Within it, `run` goes to a graph's state rather than to the loaded plan."""
+        before, self._state = self._state, state
+        try:
+            yield
+        finally:
+            self._state = before
 
     @overload
     def run(
@@ -169,12 +214,23 @@ class CascadeRuntime:
             CascadeError: no plan is loaded.
             InvalidBatchError: a tensor contradicts the plan or the configuration, or the plan has no such part.
         """
+        if self._state is not None:
+            if part is not None:
+                raise UnsupportedError("part: a captured graph runs all parts of a plan at once, leave it out")
+            state = self._state
+            if return_lse:
+                return state.run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, return_lse=True)
+            return state.run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out)
         if self._plan is None:
             raise CascadeError("no plan is loaded: call load(plan) before run")
         plan = self._plan
         selected = _select(plan, part)
         check_tensors(self.config, self.device, plan.num_rows, q, kv_cache, sinks, out)
-        check_pages(self._num_pages, num_cache_pages(kv_cache))
+        # Layers have caches of one size: it is held against the plan once.
+        num_pages = num_cache_pages(kv_cache)
+        if num_pages < self._num_pages or not self._num_pages:
+            check_pages(plan, num_pages)
+            self._num_pages = num_pages
         is_whole = len(selected) == len(plan.parts)
         if out is None:
             out = (torch.empty_like if is_whole else torch.zeros_like)(q, memory_format=torch.contiguous_format)

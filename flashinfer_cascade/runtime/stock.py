@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.capacity import PlanCapacity, capacity_error
+from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
 from flashinfer_cascade.errors import UnsupportedError
 from flashinfer_cascade.plan import CascadePlan, PlanPart
+from flashinfer_cascade.planner import CascadePlanner
 from flashinfer_cascade.runtime.call import LayerCall
-from flashinfer_cascade.runtime.launch import import_flashinfer, plan_stock
+from flashinfer_cascade.runtime.captured import float_workspace_bytes as graph_workspace_bytes
+from flashinfer_cascade.runtime.launch import import_flashinfer, plan_on_fa2
 from flashinfer_cascade.runtime.levels import rows_of
+from flashinfer_cascade.runtime.shapes import Bucket, LaunchSpec, StockShape
 
 MAX_MERGED_HEADS = {64: 128, 128: 64, 256: 32}
 """Query heads above which the wrapper's merge kernel fails to launch and leaves the CUDA context broken, by head_dim.
@@ -43,18 +48,13 @@ class StockExecutor:
             UnsupportedError: more query heads than its merge kernel can take.
         """
         config = self._config
-        limit = MAX_MERGED_HEADS[config.head_dim]
-        if part.num_levels > 1 and config.num_qo_heads > limit:
-            raise UnsupportedError(
-                f"num_qo_heads={config.num_qo_heads}: FlashInfer's multi-level wrapper merges at most {limit} at "
-                f"head_dim={config.head_dim}. Use executor='levels', which takes any number"
-            )
+        check_heads(config, part.num_levels)
         if part.num_levels not in self._wrappers:
             self._wrappers[part.num_levels] = import_flashinfer().MultiLevelCascadeAttentionWrapper(
                 part.num_levels, self._workspace, config.kv_layout
             )
         self._planned = self._wrappers[part.num_levels]
-        plan_stock(self._planned, plan, part)
+        plan_on_fa2(self._planned, config, plan.to_flashinfer(part=part))
         self._rows, self._row_map = rows_of(plan, part, row_order)
 
     def run(self, call: LayerCall) -> None:
@@ -86,3 +86,103 @@ def refuse_what_stock_lacks(call: LayerCall) -> None:
     ):
         if asked:
             raise UnsupportedError(f"{name}: FlashInfer's multi-level wrapper does not take it. Use executor='levels'")
+
+
+class CapturedStock:
+    """The wrapper inside a captured CUDA graph: for comparison, and for those who capture theirs.
+
+    Args:
+        config: the attention.
+        bucket: rows and requests.
+        shape: levels and groups.
+        device: a CUDA device.
+        num_sms: of it.
+
+    Raises:
+        UnsupportedError: more query heads than its merge kernel can take.
+    """
+
+    def __init__(
+        self, config: CascadeConfig, bucket: Bucket, shape: StockShape, device: torch.device, num_sms: int
+    ) -> None:
+        check_heads(config, shape.num_levels)
+        self._config, self._device = config, device
+        self.bucket, self.shape = bucket, shape
+        shared = bucket.num_groups if shape.num_slots is None else min(shape.num_slots, bucket.num_groups)
+        self._slots = [shared] * (shape.num_levels - 1) + [bucket.num_groups]
+        self.capacity = PlanCapacity(
+            num_rows=bucket.num_rows,
+            num_page_indices=config.max_kv_indices,
+            num_levels=shape.num_levels,
+            num_slots=max(shared - 1, 0),  # rows of padding may need one
+        )
+        specs = [LaunchSpec("fa2", False, slots, bucket.num_rows, False) for slots in self._slots]
+        workspace_bytes = max(graph_workspace_bytes(config, spec, num_sms) for spec in specs)
+
+        def buffers(more: int) -> list[torch.Tensor]:
+            return [torch.zeros(slots + more, dtype=torch.int32, device=device) for slots in self._slots]
+
+        self._wrapper = import_flashinfer().MultiLevelCascadeAttentionWrapper(
+            shape.num_levels,
+            torch.empty(workspace_bytes, dtype=torch.uint8, device=device),
+            config.kv_layout,
+            use_cuda_graph=True,
+            qo_indptr_buf_arr=buffers(1),
+            paged_kv_indptr_buf_arr=buffers(1),
+            paged_kv_indices_buf_arr=[
+                torch.zeros(config.max_kv_indices, dtype=torch.int32, device=device) for _ in self._slots
+            ],
+            paged_kv_last_page_len_buf_arr=buffers(0),
+        )
+        self._row_map = torch.arange(bucket.num_rows, device=device)
+        self._copied = torch.cuda.Event()
+
+    def lay(self, plan: CascadePlan) -> dict[str, Any]:
+        """See `graph_state.GraphExecutor.lay`."""
+        lacking = self.capacity.lacks(plan.usage())
+        if lacking:
+            raise capacity_error("the plan", lacking, "Plan with the capacity of this graph, or run it eagerly")
+        return plan.to_flashinfer(num_levels=len(self._slots), slots=self._slots)
+
+    def load(self, plan: CascadePlan, laid: dict[str, Any]) -> None:
+        """See `graph_state.GraphExecutor.load`."""
+        # FlashInfer takes no fewer rows than captured: those of padding lie in groups without KV.
+        for level, qo_indptr in zip(plan.levels(num_levels=len(self._slots)), laid["qo_indptr_arr"], strict=True):
+            qo_indptr[len(level.qo_indptr) :] = self.bucket.num_rows
+        if self.bucket.kind == "decode":
+            laid["qo_indptr_arr"][-1] = torch.arange(self.bucket.num_rows + 1, dtype=torch.int32)
+        rows = torch.arange(self.bucket.num_rows, dtype=torch.int64)
+        if plan.row_order is not None:
+            rows[: plan.num_rows] = torch.from_numpy(plan.row_order.astype(np.int64))
+        self._plan(laid, rows)
+
+    def load_nothing(self) -> None:
+        """See `graph_state.GraphExecutor.load_nothing`."""
+        empty = CascadePlanner(self._config, PlannerPolicy(executor="flat")).plan([[]], [0])
+        self.load(empty, self.lay(empty))
+
+    def _plan(self, arguments: dict[str, Any], rows: torch.Tensor) -> None:
+        with torch.cuda.device(self._device):
+            self._copied.synchronize()  # FlashInfer plans in pinned memory of its own
+            self._row_map.copy_(rows, non_blocking=True)
+            plan_on_fa2(self._wrapper, self._config, arguments)
+            self._copied.record()
+
+    def run(self, call: LayerCall) -> None:
+        """See `graph_state.GraphExecutor.run`."""
+        refuse_what_stock_lacks(call)
+        call.out.index_copy_(0, self._row_map, self._wrapper.run(call.q[self._row_map], call.kv_cache))
+
+
+def check_heads(config: CascadeConfig, num_levels: int) -> None:
+    """Refuse what FlashInfer's merge kernel cannot take.
+
+    Raises:
+        UnsupportedError: more query heads than it has threads for.
+    """
+    limit = MAX_MERGED_HEADS[config.head_dim]
+    if num_levels > 1 and config.num_qo_heads > limit:
+        raise UnsupportedError(
+            f"num_qo_heads={config.num_qo_heads}: FlashInfer's multi-level wrapper merges at most {limit} at "
+            f"head_dim={config.head_dim}. Use executor='levels', which takes any number"
+        )

@@ -13,12 +13,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # middle of serving. Partial results and out are left out of that: torch aligns them, and vector loads need to know.
 @triton.jit(
     do_not_specialize=["num_levels", "lse_level_stride", "num_heads"],
-    do_not_specialize_on_alignment=["partial_lse", "row_map", "sinks", "lse"],
+    do_not_specialize_on_alignment=["partial_lse", "row_map", "active", "sinks", "lse"],
 )
 def _merge_kernel(
     partials,
     partial_lse,
     row_map,
+    active,
     sinks,
     out,
     lse,
@@ -32,6 +33,7 @@ def _merge_kernel(
     head_dim: tl.constexpr,
     heads_per_program: tl.constexpr,
     has_row_map: tl.constexpr,
+    has_active: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
 ):
@@ -47,7 +49,10 @@ def _merge_kernel(
     for level in range(num_levels):
         # Partial results of all levels may hold more than 2**31 numbers.
         before = tl.cast(level, tl.int64)
-        here = tl.load(partial_lse + before * lse_level_stride + at_lse, mask=real, other=float("-inf"))
+        ran = real
+        if has_active:
+            ran = real & (tl.load(active + level) != 0)
+        here = tl.load(partial_lse + before * lse_level_stride + at_lse, mask=ran, other=float("-inf"))
         seen = here > float("-inf")
         new = tl.maximum(highest, here)
         # Where nothing was seen yet both are -inf, and their difference would be NaN.
@@ -82,6 +87,7 @@ def merge(
     out: torch.Tensor,
     *,
     row_map: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     v_scale: float = 1.0,
     lse: torch.Tensor | None = None,
@@ -93,6 +99,7 @@ def merge(
         partial_lse: float32[num_levels, num_rows, num_qo_heads], base 2, contiguous per level.
         out: [*, num_qo_heads, head_dim], last dimension contiguous; row ``row_map[r]`` gets the result of row r.
         row_map: int32[num_rows]; None is the identity.
+        active: int32[num_levels], 0 for levels that hold nothing to be read; None is all.
         sinks: [num_qo_heads], natural-log logits that join the denominator; None is none.
         v_scale: multiplies the result.
         lse: float32[*, num_qo_heads], contiguous, base 2, sinks included; None is not wanted.
@@ -104,6 +111,7 @@ def merge(
         partials,
         partial_lse,
         row_map,
+        active,
         sinks,
         out,
         lse,
@@ -117,6 +125,7 @@ def merge(
         head_dim=head_dim,
         heads_per_program=heads_per_program,
         has_row_map=row_map is not None,
+        has_active=active is not None,
         has_sinks=sinks is not None,
         has_lse=lse is not None,
         num_warps=1,
