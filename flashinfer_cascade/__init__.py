@@ -1,7 +1,7 @@
 """Read a shared KV prefix once: cascade plans from block tables, and their execution.
 
 `CascadePlanner` turns a batch's block tables into a `CascadePlan` on the CPU, without torch;
-`CascadeRuntime` executes plans.
+`CascadeRuntime` executes plans, and `capture_cuda_graphs` captures CUDA graphs that replay any of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from flashinfer_cascade.planner import CascadePlanner
 from flashinfer_cascade.profile import DeviceProfile
 
 if TYPE_CHECKING:
-    from flashinfer_cascade.runtime import CascadeRuntime
+    from flashinfer_cascade.graphs import GraphPool, capture_cuda_graphs
+    from flashinfer_cascade.runtime import CascadeRuntime, GraphState
 
 __all__ = [
     "BackendUnavailableError",
@@ -36,10 +37,13 @@ __all__ = [
     "CascadeRuntime",
     "CsrTables",
     "DeviceProfile",
+    "GraphPool",
+    "GraphState",
     "InvalidBatchError",
     "PlanCapacity",
     "PlannerPolicy",
     "UnsupportedError",
+    "capture_cuda_graphs",
 ]
 
 try:
@@ -49,9 +53,13 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
 
 
 def __getattr__(name: str) -> Any:
-    # The runtime needs torch; a scheduler process that only plans must not pay for it.
-    if name == "CascadeRuntime":
-        from flashinfer_cascade.runtime import CascadeRuntime
+    # These need torch; a scheduler process that only plans must not pay for it.
+    if name in ("CascadeRuntime", "GraphState"):
+        from flashinfer_cascade import runtime
 
-        return CascadeRuntime
+        return getattr(runtime, name)
+    if name in ("GraphPool", "capture_cuda_graphs"):
+        from flashinfer_cascade import graphs
+
+        return getattr(graphs, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

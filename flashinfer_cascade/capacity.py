@@ -50,7 +50,7 @@ class PlanCapacity:
 def capacity_error(what: str, lacking: dict[str, tuple[int, int]], remedy: str) -> CapacityError:
     """One error for all that does not fit."""
     listed = ", ".join(f"{name} {needed} > {reserved}" for name, (needed, reserved) in lacking.items())
-    return CapacityError(f"{what} does not fit the capacity: {listed}. {remedy}")
+    return CapacityError(f"{what} does not fit the capacity: {listed}. {remedy}", lacking)
 
 
 def level_edges(begin: Int64Array, end: Int64Array, total: int) -> Int64Array:

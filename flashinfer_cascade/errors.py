@@ -27,7 +27,15 @@ class UnsupportedError(CascadeError):
 
 
 class CapacityError(CascadeError):
-    """Something does not fit what was reserved; raised before anything is written."""
+    """Something does not fit what was reserved; raised before anything is written.
+
+    Attributes:
+        lacking: name -> (needed, reserved) of what does not fit, where that is counted.
+    """
+
+    def __init__(self, message: str, lacking: dict[str, tuple[int, int]] | None = None) -> None:
+        super().__init__(message)
+        self.lacking = lacking or {}
 
 
 class BackendUnavailableError(CascadeError, ImportError):

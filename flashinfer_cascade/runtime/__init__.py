@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flashinfer_cascade.runtime.graph_state import GraphState
 from flashinfer_cascade.runtime.runtime import CascadeRuntime, RuntimeStats
+from flashinfer_cascade.runtime.shapes import Bucket, GraphShape, StockShape
 
-__all__ = ["CascadeRuntime", "RuntimeStats"]
+__all__ = ["Bucket", "CascadeRuntime", "GraphShape", "GraphState", "RuntimeStats", "StockShape"]

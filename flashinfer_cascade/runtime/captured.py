@@ -17,7 +17,8 @@ import torch
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import BackendUnavailableError, CascadeError
-from flashinfer_cascade.runtime.launch import import_flashinfer, plan_arguments, tell_if_slow
+from flashinfer_cascade.runtime.launch import check_fa3, import_flashinfer, plan_arguments, tell_if_slow
+from flashinfer_cascade.runtime.schedule import UncutSchedule, is_planned_alike
 from flashinfer_cascade.runtime.shapes import LaunchSpec
 
 WRAPPER_ATTRIBUTES = (
@@ -46,156 +47,197 @@ class GroupArrays(NamedTuple):
     kv_len: torch.Tensor
 
 
+class LaunchMemory(NamedTuple):
+    """What a launch reads and works in, on the device unless said otherwise.
+
+    Attributes:
+        workspace: uint8: FlashInfer's float workspace.
+        int_workspaces: uint8: one on the device, and pinned ones that take turns.
+        groups: what the kernel reads.
+        schedule: uint8: staged schedule of an uncut fa2 launch.
+        pages: int32[max_kv_indices]: page ids of the whole plan.
+    """
+
+    workspace: torch.Tensor
+    int_workspaces: tuple[torch.Tensor, list[torch.Tensor]]
+    groups: GroupArrays
+    schedule: torch.Tensor
+    pages: torch.Tensor
+
+
+MAX_DECODE_BLOCKS_PER_SM = 32
+"""No SM holds more blocks at once. Source: CUDA C++ programming guide, "Technical Specifications"."""
+
+
 def int_workspace_bytes(config: CascadeConfig, spec: LaunchSpec, num_sms: int) -> int:
     """What FlashInfer needs on the device, and pinned, for the schedule of a launch.
 
     Source: flashinfer/attention/scheduler.cuh, PrefillPlanImpl, PrefillSM90Plan and DecodePlanImpl.
     """
     if spec.backend == "fa3":
-        return 4 * (7 * spec.num_tiles(config) * config.num_qo_heads + num_sms + 1) + 2**12
-    blocks = max(spec.num_tiles(config), spec.num_slots, 2 * num_sms)
+        return 4 * (7 * spec.num_blocks * config.num_qo_heads + num_sms + 1) + 2**12
+    blocks = max(spec.num_blocks, spec.num_slots, 2 * num_sms)
     return 13 * blocks + 4 * (spec.num_slots + spec.planned_rows) + 2**12
 
 
 def float_workspace_bytes(config: CascadeConfig, spec: LaunchSpec, num_sms: int) -> int:
-    """What a captured fa2 launch needs for cut KV: a float32 partial and an LSE for every row that a block may hold.
+    """What a captured launch needs for cut KV: a float32 partial and an LSE for every row that a block may hold.
 
-    Source: flashinfer/attention/scheduler.cuh, PrefillPlanImpl.
+    Source: flashinfer/attention/scheduler.cuh, PrefillPlanImpl and DecodePlanImpl.
     """
-    if spec.backend != "fa2":
+    if spec.backend == "decode":  # its first plan reserves for cuts
+        rows = MAX_DECODE_BLOCKS_PER_SM * num_sms // config.num_kv_heads + 1
+    elif spec.backend == "fa2":
+        blocks = max(2 * num_sms // config.num_kv_heads, spec.num_blocks)
+        rows = -(-blocks * spec.tile // config.group_size)
+    else:
         return 0
-    blocks = max(2 * num_sms // config.num_kv_heads, spec.num_tiles(config))
-    rows = -(-blocks * spec.tile(config) // config.group_size)
     return 4 * config.num_qo_heads * rows * (config.head_dim + 1) + 2**12
 
 
 class CapturedLaunch:
     """One attention launch of a captured graph.
 
+    How it is scheduled for a batch depends on its kernel: once and for all where every row is a group of its own and KV
+    is not cut; by `UncutSchedule`, in the arrays that are staged anyway; or by FlashInfer's module, with a copy of
+    its own.
+
     Args:
         config: the attention.
         spec: what is fixed of it.
-        workspace: uint8, on the device: FlashInfer's float workspace.
-        int_workspaces: uint8: one on the device, and pinned ones that take turns.
-        groups: on the device: what the kernel will read.
-        pages: int32[max_kv_indices], on the device: page ids of the whole plan.
-        host: the groups that the first plan is made of, on the CPU.
+        memory: what it reads and works in.
+        host: the groups that the first plan is made of, on the CPU: all rows, without KV.
+        num_sms: of the device.
 
     Raises:
-        BackendUnavailableError: FlashInfer is of another version than the direct call is known to work with.
+        BackendUnavailableError: FlashInfer is of another version than the direct calls are known to work with.
     """
 
     def __init__(
-        self,
-        config: CascadeConfig,
-        spec: LaunchSpec,
-        workspace: torch.Tensor,
-        int_workspaces: tuple[torch.Tensor, list[torch.Tensor]],
-        groups: GroupArrays,
-        pages: torch.Tensor,
-        host: GroupArrays,
+        self, config: CascadeConfig, spec: LaunchSpec, memory: LaunchMemory, host: GroupArrays, num_sms: int
     ) -> None:
-        self._config, self.spec, self._workspace = config, spec, workspace
-        self._on_device, self._pinned = int_workspaces
+        self._config, self.spec, self._memory = config, spec, memory
         flashinfer = import_flashinfer()
-        buffers = (groups.kv_indptr, pages, groups.kv_last_page_len)
+        groups, workspace = memory.groups, memory.workspace
+        if spec.backend == "fa3":
+            check_fa3(workspace.device)
         if spec.backend == "decode":
-            self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace,
                 config.kv_layout,
                 use_cuda_graph=True,
-                paged_kv_indptr_buffer=buffers[0],
-                paged_kv_indices_buffer=buffers[1],
-                paged_kv_last_page_len_buffer=buffers[2],
+                paged_kv_indptr_buffer=groups.kv_indptr,
+                paged_kv_indices_buffer=memory.pages,
+                paged_kv_last_page_len_buffer=groups.kv_last_page_len,
             )
         else:
-            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 workspace,
                 config.kv_layout,
                 use_cuda_graph=True,
                 qo_indptr_buf=groups.qo_indptr,
-                paged_kv_indptr_buf=buffers[0],
-                paged_kv_indices_buf=buffers[1],
-                paged_kv_last_page_len_buf=buffers[2],
+                paged_kv_indptr_buf=groups.kv_indptr,
+                paged_kv_indices_buf=memory.pages,
+                paged_kv_last_page_len_buf=groups.kv_last_page_len,
                 backend=spec.backend.removesuffix("_uncut"),
             )
-        check_wrapper(flashinfer, self._wrapper)
+        self._wrapper = wrapper
+        check_wrapper(flashinfer, wrapper)
         with tell_if_slow(spec.backend, config):
-            self._wrapper.plan(
+            wrapper.plan(
                 **plan_arguments(config, spec.backend, *host[:3], torch.empty(0, dtype=torch.int32), spec.causal)
             )
-        self._module = self._wrapper._cached_module
-        # The wrapper's own are 8 MiB each, on the device and pinned; captured graphs need a small part of that.
-        self._wrapper._int_workspace_buffer = self._on_device
-        self._wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
         torch.cuda.current_stream(workspace.device).synchronize()
+        self._module = wrapper._cached_module
         self._info: list[int] | None = None
-        self._empty = (
-            torch.empty(0, dtype=getattr(torch, config.dtype)),
-            torch.empty(0, dtype=getattr(torch, config.kv_dtype)),
-        )
+        self._schedule: UncutSchedule | None = None
+        if spec.backend in ("decode", "fa2_uncut") and spec.is_by_row:
+            # The same for every batch, once FlashInfer plans it as it would without a graph.
+            size = int_workspace_bytes(config, spec, num_sms)
+            on_device = torch.zeros(size, dtype=torch.uint8, device=workspace.device)
+            pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+            wrapper._plan_info = self._call_module(host, on_device, pinned, is_graph=False)
+            wrapper._int_workspace_buffer = on_device
+            torch.cuda.current_stream(workspace.device).synchronize()
+        elif spec.backend == "fa2_uncut":
+            planned = list(wrapper._plan_info)
+            pinned = wrapper._pin_memory_int_workspace_buffer
+            if not is_planned_alike(planned, pinned.numpy(), host.qo_indptr.numpy(), config.group_size):
+                raise BackendUnavailableError(
+                    f"FlashInfer {flashinfer.__version__} schedules fa2 in another way than 0.7: install 0.7, or run "
+                    "without CUDA graphs"
+                )
+            self._schedule = UncutSchedule(config, spec)
+            wrapper._plan_info = self._schedule.plan_info(planned)
+            wrapper._int_workspace_buffer = memory.schedule
+        else:
+            wrapper._int_workspace_buffer = memory.int_workspaces[0]
+        # FlashInfer's own is 8 MiB.
+        wrapper._pin_memory_int_workspace_buffer = None
 
-    def plan(self, host: GroupArrays, turn: int) -> None:
-        """Schedule one batch; the schedule is copied to the device on the current stream.
+    def plan(self, host: GroupArrays, schedule: torch.Tensor, turn: int) -> None:
+        """Schedule one batch.
 
         Args:
             host: its groups, on the CPU.
-            turn: which pinned area to use: its last copy must be done.
+            schedule: int32, on the CPU: this launch's part of what is staged.
+            turn: which pinned area FlashInfer's module may use: its last copy must be done.
 
         Raises:
             CascadeError: FlashInfer would launch other blocks than those captured.
         """
+        if self._schedule is not None:
+            self._schedule.write(schedule.numpy(), host.qo_indptr.numpy())
+        elif self.spec.backend in ("fa2", "fa3"):
+            on_device, pinned = self._memory.int_workspaces
+            info = self._call_module(host, on_device, pinned[turn], is_graph=True)
+            launched = list(info)
+            if self._info is None:
+                self._info, self._wrapper._plan_info = launched, info
+            elif launched != self._info:
+                raise CascadeError(
+                    f"FlashInfer planned {self.spec.backend} as {launched}, but {self._info} was captured: this is a "
+                    "defect, report the plan that caused it"
+                )
+
+    def _call_module(self, host: GroupArrays, on_device: torch.Tensor, pinned: torch.Tensor, is_graph: bool) -> Any:
         config, spec = self._config, self.spec
+        begin = (self._memory.workspace, on_device, pinned)
         if spec.backend == "decode":
-            # Without cuts the launch is the same for every batch, and eager planning does not cut for graphs' sake.
-            info = self._module.plan(
-                self._workspace,
-                self._on_device,
-                self._pinned[turn],
+            return self._module.plan(
+                *begin,
                 host.kv_indptr,
                 spec.num_slots,
                 config.num_qo_heads,
                 config.num_kv_heads,
                 config.page_size,
-                False,  # enable_cuda_graph
+                is_graph,
                 config.window_left,
                 config.logits_soft_cap,
                 config.head_dim,
                 config.head_dim,
-                *self._empty,
+                torch.empty(0, dtype=getattr(torch, config.dtype)),
+                torch.empty(0, dtype=getattr(torch, config.kv_dtype)),
             )
-        else:
-            arguments = [
-                self._workspace,
-                self._on_device,
-                self._pinned[turn],
-                host.qo_indptr,
-                host.kv_indptr,
-                host.kv_len,
-                spec.planned_rows,
-                spec.num_slots,
-                config.num_qo_heads,
-                config.num_kv_heads,
-                config.page_size,
-                True,  # enable_cuda_graph
-                config.head_dim,
-                config.head_dim,
-                spec.causal,
-                config.window_left,
-            ]
-            if spec.backend != "fa3":
-                # fixed_split_size, disable_split_kv, num_colocated_ctas, uniform_q_len
-                arguments += [-1, spec.backend == "fa2_uncut", 0, 0]
-            info = self._module.plan(*arguments)
-        launched = list(info)
-        if self._info is None:
-            self._info = launched
-            self._wrapper._plan_info = info
-        elif launched != self._info:
-            raise CascadeError(
-                f"FlashInfer planned {spec.backend} as {launched}, but {self._info} was captured: this is a defect, "
-                "report the plan that caused it"
-            )
+        # fixed_split_size, disable_split_kv, num_colocated_ctas, uniform_q_len
+        fa2_only = () if spec.backend == "fa3" else (-1, spec.backend == "fa2_uncut", 0, 0)
+        return self._module.plan(
+            *begin,
+            host.qo_indptr,
+            host.kv_indptr,
+            host.kv_len,
+            spec.planned_rows,
+            spec.num_slots,
+            config.num_qo_heads,
+            config.num_kv_heads,
+            config.page_size,
+            is_graph,
+            config.head_dim,
+            config.head_dim,
+            spec.causal,
+            config.window_left,
+            *fa2_only,
+        )
 
     def run(
         self,

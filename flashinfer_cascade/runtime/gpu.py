@@ -12,9 +12,17 @@ from flashinfer_cascade.plan import CascadePlan, Executor
 from flashinfer_cascade.runtime.buffers import StagingBuffer
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.graph_levels import CapturedLevels, GraphBuffers
-from flashinfer_cascade.runtime.launch import float_workspace_bytes, import_flashinfer
+from flashinfer_cascade.runtime.launch import float_workspace_bytes, has_fa3, import_flashinfer
 from flashinfer_cascade.runtime.levels import LevelsExecutor
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, StockShape, launch_specs, one_for_all
+from flashinfer_cascade.runtime.shapes import (
+    AnyShape,
+    Bucket,
+    GraphShape,
+    StockShape,
+    default_shapes,
+    launch_specs,
+    one_for_all,
+)
 from flashinfer_cascade.runtime.stock import CapturedStock, StockExecutor
 
 
@@ -88,6 +96,10 @@ class GpuExecutors:
         while len(self._levels) <= number:
             self._levels.append(LevelsExecutor(self._config, self._workspace))
         return self._levels[number]
+
+    def default_graph_shapes(self, bucket: Bucket) -> list[AnyShape | None]:
+        """See `runtime.Executors`."""
+        return [*default_shapes(self._config, bucket, self._num_sms, has_fa3(self.device))]
 
     def graphs(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> list[CapturedLevels | CapturedStock]:
         """See `runtime.Executors`."""

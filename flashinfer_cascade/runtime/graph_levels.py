@@ -15,12 +15,19 @@ from flashinfer_cascade.errors import CapacityError
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.buffers import ALIGNMENT
 from flashinfer_cascade.runtime.call import LayerCall
-from flashinfer_cascade.runtime.captured import CapturedLaunch, GroupArrays, float_workspace_bytes, int_workspace_bytes
+from flashinfer_cascade.runtime.captured import (
+    CapturedLaunch,
+    GroupArrays,
+    LaunchMemory,
+    float_workspace_bytes,
+    int_workspace_bytes,
+)
 from flashinfer_cascade.runtime.kernels.merge import merge
+from flashinfer_cascade.runtime.schedule import UncutSchedule
 from flashinfer_cascade.runtime.shapes import (
     Bucket,
-    Fit,
     GraphShape,
+    Laid,
     LaunchSpec,
     bucket_capacity,
     fit,
@@ -46,7 +53,7 @@ class GraphBuffers:
         num_launches = max(len(specs) for _, specs in graphs)
         num_rows = max(bucket.num_rows for bucket, _ in graphs)
         all_specs = [spec for _, specs in graphs for spec in specs]
-        header = max(Layout.of(bucket, specs).num_entries for bucket, specs in graphs)
+        header = max(Layout.of(config, bucket, specs).num_entries for bucket, specs in graphs)
         num_entries = header + config.max_kv_indices
         int_bytes = max(int_workspace_bytes(config, spec, num_sms) for spec in all_specs)
         float_bytes = max(float_workspace_bytes(config, spec, num_sms) for spec in all_specs)
@@ -102,16 +109,18 @@ class Layout(NamedTuple):
         row_map: row of q at each plan row.
         active: whether each launch has a level.
         groups: of each launch: qo_indptr, kv_indptr, kv_last_page_len, kv_len.
+        schedules: of each launch; empty but for uncut fa2.
         num_entries: behind the last; the page ids follow.
     """
 
     row_map: slice
     active: slice
     groups: tuple[tuple[slice, slice, slice, slice], ...]
+    schedules: tuple[slice, ...]
     num_entries: int
 
     @classmethod
-    def of(cls, bucket: Bucket, specs: Sequence[LaunchSpec]) -> Layout:
+    def of(cls, config: CascadeConfig, bucket: Bucket, specs: Sequence[LaunchSpec]) -> Layout:
         """One array behind the other, each aligned."""
         at = 0
 
@@ -124,7 +133,11 @@ class Layout(NamedTuple):
         groups = tuple(
             (take(s.num_slots + 1), take(s.num_slots + 1), take(s.num_slots), take(s.num_slots)) for s in specs
         )
-        return cls(row_map, active, groups, at)
+        schedules = tuple(
+            take(UncutSchedule(config, s).num_entries if s.backend == "fa2_uncut" and not s.is_by_row else 0)
+            for s in specs
+        )
+        return cls(row_map, active, groups, schedules, at)
 
     def tensors(self, memory: torch.Tensor) -> list[GroupArrays]:
         """Each launch's groups as views."""
@@ -146,28 +159,28 @@ class CapturedLevels:
         self.bucket, self.shape = bucket, shape
         self._specs = launch_specs(config, bucket, shape, buffers.num_sms)
         self.capacity = bucket_capacity(config, bucket, self._specs)
-        self._layout = layout = Layout.of(bucket, self._specs)
+        self._layout = layout = Layout.of(config, bucket, self._specs)
         self._row_map = buffers.on_device[layout.row_map]
         self._active = buffers.on_device[layout.active]
-        self._is_single = len(self._specs) == 1
+        # A flat plan of one part keeps the order of the batch.
+        self._may_permute = bool(shape.shared) or bucket.kind == "append"
         turn, pinned = buffers.begin()
         with torch.cuda.device(buffers.device):
             pages = buffers.on_device[layout.num_entries :]
-            host = layout.tensors(pinned)
+            host, on_device = layout.tensors(pinned), layout.tensors(buffers.on_device)
             self._launches = []
-            for spec, on_host, on_device, int_workspaces in zip(
-                self._specs, host, layout.tensors(buffers.on_device), buffers.int_workspaces, strict=False
-            ):
+            for number, spec in enumerate(self._specs):
                 # FlashInfer's own first plan wants all rows in some group.
-                _write_nothing(on_host, bucket, spec, covers_rows=True)
-                self._launches.append(
-                    CapturedLaunch(config, spec, buffers.workspace, int_workspaces, on_device, pages, on_host)
+                _write_nothing(host[number], bucket, spec, covers_rows=True)
+                schedule = buffers.on_device[layout.schedules[number]].view(torch.uint8)
+                memory = LaunchMemory(
+                    buffers.workspace, buffers.int_workspaces[number], on_device[number], schedule, pages
                 )
+                self._launches.append(CapturedLaunch(config, spec, memory, host[number], buffers.num_sms))
         buffers.end(turn)
 
-    def lay(self, plan: CascadePlan) -> tuple[Fit, list[Level]]:
+    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid:
         """See `graph_state.GraphExecutor.lay`."""
-        levels = plan.levels()
         found = fit(self._config, self.bucket, self.shape, self._specs, plan, levels, self._buffers.num_sms)
         if found is None:
             lacking = self.capacity.lacks(plan.usage())
@@ -181,11 +194,11 @@ class CapturedLevels:
                 lacking,
                 "Plan with the capacity of this graph, or run it eagerly",
             )
-        return found, levels
+        return Laid(found.distance, levels, found.level_of)
 
-    def load(self, plan: CascadePlan, laid: tuple[Fit, list[Level]]) -> None:
+    def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""
-        self._fill(plan, laid[0].level_of, laid[1])
+        self._fill(plan, laid.level_of, laid.levels)
 
     def load_nothing(self) -> None:
         """See `graph_state.GraphExecutor.load_nothing`."""
@@ -218,8 +231,8 @@ class CapturedLevels:
                         _write_nothing(groups, bucket, spec, covers_rows=spec.backend == "decode")
                     else:
                         _write(groups, bucket, spec, levels[number], offsets[number], self._config.page_size)
-                for launch, groups in zip(self._launches, host, strict=True):
-                    launch.plan(groups, turn)
+                for launch, groups, where in zip(self._launches, host, layout.schedules, strict=True):
+                    launch.plan(groups, pinned[where], turn)
                 buffers.copy(turn, end)
             finally:
                 buffers.end(turn)
@@ -227,10 +240,10 @@ class CapturedLevels:
     def run(self, call: LayerCall) -> None:
         """See `graph_state.GraphExecutor.run`."""
         q, buffers = call.q, self._buffers
-        if self._is_single and call.sinks is None and call.out.is_contiguous():
+        if len(self._launches) == 1 and not self._may_permute and call.sinks is None and call.out.is_contiguous():
             self._launches[0].run(q, call.kv_cache, call.out, call.lse, call.k_scale, call.v_scale)
             return
-        row_map = None if self.shape.is_flat else self._row_map
+        row_map = self._row_map if self._may_permute else None
         num_rows, num_launches = self.bucket.num_rows, len(self._launches)
         if row_map is not None:
             q = torch.index_select(q, 0, row_map, out=buffers.gathered[:num_rows])

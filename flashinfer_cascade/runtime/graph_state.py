@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, overload
+from typing import Literal, Protocol, overload
 
 import torch
 
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import CascadeError
-from flashinfer_cascade.plan import CascadePlan
+from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.call import (
     KVCache,
     LayerCall,
@@ -18,7 +18,7 @@ from flashinfer_cascade.runtime.call import (
     check_tensors,
     num_cache_pages,
 )
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, Laid
 
 
 class GraphExecutor(Protocol):
@@ -31,14 +31,14 @@ class GraphExecutor(Protocol):
     def shape(self) -> AnyShape | None:
         """Kernels of its launches; None on the CPU."""
 
-    def lay(self, plan: CascadePlan) -> Any:
-        """See how the plan fits; nothing is written.
+    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid:
+        """See how the plan, of so many rows and requests at most, fits; nothing is written.
 
         Raises:
             CapacityError: it does not.
         """
 
-    def load(self, plan: CascadePlan, laid: Any) -> None:
+    def load(self, plan: CascadePlan, laid: Laid) -> None:
         """Fill the buffers with a plan that `lay` accepted."""
 
     def load_nothing(self) -> None:
@@ -69,8 +69,12 @@ class GraphState:
         self._is_ready = False
         self.load_nothing()
 
-    def lay(self, plan: CascadePlan) -> Any:
+    def lay(self, plan: CascadePlan, levels: list[Level] | None = None) -> Laid:
         """See how a plan fits, for `load`; nothing is written.
+
+        Args:
+            plan: what to lay.
+            levels: its `CascadePlan.levels`, where they are at hand.
 
         Raises:
             InvalidBatchError: it is no plan, one for another configuration, or it reads pages that the captured KV
@@ -91,9 +95,9 @@ class GraphState:
             )
         if self._num_pages is not None:
             check_pages(plan, self._num_pages)
-        return self._executor.lay(plan)
+        return self._executor.lay(plan, plan.levels() if levels is None else levels)
 
-    def load(self, plan: CascadePlan, laid: Any = None) -> None:
+    def load(self, plan: CascadePlan, laid: Laid | None = None) -> None:
         """Fill the buffers for the next replay, with copies on the current stream; the host waits for none of them.
 
         Two pinned areas take turns: a load waits only for the copies of the load before the last.

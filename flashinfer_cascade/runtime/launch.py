@@ -187,11 +187,8 @@ class PagedLaunch:
     def _wrapper(self, backend: str) -> Any:
         if backend not in self._wrappers:
             flashinfer = import_flashinfer()
-            if backend == "fa3" and torch.cuda.get_device_capability(self._workspace.device)[0] != 9:
-                raise UnsupportedError(
-                    "the plan asks for fa3, which runs on Hopper GPUs only: plan with the profile of this GPU, "
-                    f"{torch.cuda.get_device_name(self._workspace.device)}"
-                )
+            if backend == "fa3":
+                check_fa3(self._workspace.device)
             if backend == "decode":
                 self._wrappers[backend] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                     self._workspace, self._config.kv_layout, use_tensor_cores=False
@@ -201,6 +198,24 @@ class PagedLaunch:
                     self._workspace, self._config.kv_layout, backend=backend
                 )
         return self._wrappers[backend]
+
+
+def has_fa3(device: torch.device) -> bool:
+    """Whether a GPU runs fa3."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def check_fa3(device: torch.device) -> None:
+    """Refuse fa3 where it does not run.
+
+    Raises:
+        UnsupportedError: the GPU is no Hopper.
+    """
+    if not has_fa3(device):
+        raise UnsupportedError(
+            "the plan asks for fa3, which runs on Hopper GPUs only: plan with the profile of this GPU, "
+            f"{torch.cuda.get_device_name(device)}"
+        )
 
 
 def plan_arguments(

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from flashinfer_cascade.capacity import PlanCapacity
 from flashinfer_cascade.config import CascadeConfig
-from flashinfer_cascade.plan import CascadePlan, PlanPart
+from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
 from flashinfer_cascade.runtime.call import LayerCall
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, Laid
 
 LOG2E = math.log2(math.e)
 
@@ -173,6 +173,10 @@ class ReferenceExecutors:
         """See `runtime.Executors`."""
         self._executors[number].run(*call)
 
+    def default_graph_shapes(self, bucket: Bucket) -> list[AnyShape | None]:
+        """See `runtime.Executors`."""
+        return [None]
+
     def graphs(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> list[ReferenceRows]:
         """See `runtime.Executors`; shapes are a GPU's matter."""
         return [ReferenceRows(self._config, bucket) for bucket, _ in graphs]
@@ -193,10 +197,11 @@ class ReferenceRows:
         self.shape: AnyShape | None = None
         self.capacity = PlanCapacity(num_rows=bucket.num_rows, num_page_indices=config.max_kv_indices)
 
-    def lay(self, plan: CascadePlan) -> None:
+    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid:
         """See `graph_state.GraphExecutor.lay`; every plan of the bucket fits."""
+        return Laid(0, levels, ())
 
-    def load(self, plan: CascadePlan, laid: Any) -> None:
+    def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""
         self._executors.load(plan)
         self._plan = plan

@@ -13,6 +13,7 @@ import torch
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import CascadeError, InvalidBatchError, UnsupportedError
 from flashinfer_cascade.plan import CascadePlan, PartName, PlanPart
+from flashinfer_cascade.runtime import ops
 from flashinfer_cascade.runtime.call import KVCache, LayerCall, check_pages, check_plan, check_tensors, num_cache_pages
 from flashinfer_cascade.runtime.graph_state import GraphExecutor, GraphState
 from flashinfer_cascade.runtime.reference import ReferenceExecutors
@@ -44,6 +45,9 @@ class Executors(Protocol):
     def run(self, number: int, call: LayerCall) -> None:
         """Run one part by its position in `CascadePlan.parts`; writes exactly its rows of ``out`` and ``lse``."""
 
+    def default_graph_shapes(self, bucket: Bucket) -> list[AnyShape | None]:
+        """See `CascadeRuntime.default_graph_shapes`."""
+
     def graphs(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> Sequence[GraphExecutor]:
         """What captured graphs of these buckets and shapes run on."""
 
@@ -57,6 +61,7 @@ class CascadeRuntime:
 
     Attributes:
         stats: what ran, and how often.
+        number: names the runtime within this process, for `ops.attention`.
 
     Raises:
         UnsupportedError: no executor runs on `device`.
@@ -67,6 +72,7 @@ class CascadeRuntime:
         self.config = config
         self.device = torch.device(device)
         self.stats = RuntimeStats()
+        self.number = ops.register(self)
         self._plan: CascadePlan | None = None
         self._state: GraphState | None = None
         self._num_pages = 0  # of the smallest cache that the plan was held against
@@ -140,6 +146,10 @@ class CascadeRuntime:
         """
         executors = self._executors.graphs(graphs)
         return [GraphState(self.config, self.device, executor) for executor in executors]
+
+    def default_graph_shapes(self, bucket: Bucket) -> list[AnyShape | None]:
+        """The shapes that `capture_cuda_graphs` captures for a bucket; on the CPU one, without kernels."""
+        return self._executors.default_graph_shapes(bucket)
 
     @contextlib.contextmanager
     def using(self, state: GraphState) -> Iterator[None]:

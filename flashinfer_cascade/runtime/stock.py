@@ -10,13 +10,13 @@ import torch
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
 from flashinfer_cascade.errors import UnsupportedError
-from flashinfer_cascade.plan import CascadePlan, PlanPart
+from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
 from flashinfer_cascade.planner import CascadePlanner
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.captured import float_workspace_bytes as graph_workspace_bytes
 from flashinfer_cascade.runtime.launch import import_flashinfer, plan_on_fa2
 from flashinfer_cascade.runtime.levels import rows_of
-from flashinfer_cascade.runtime.shapes import Bucket, LaunchSpec, StockShape
+from flashinfer_cascade.runtime.shapes import Bucket, Laid, LaunchSpec, StockShape, fa2_tile
 
 MAX_MERGED_HEADS = {64: 128, 128: 64, 256: 32}
 """Query heads above which the wrapper's merge kernel fails to launch and leaves the CUDA context broken, by head_dim.
@@ -116,7 +116,10 @@ class CapturedStock:
             num_levels=shape.num_levels,
             num_slots=max(shared - 1, 0),  # rows of padding may need one
         )
-        specs = [LaunchSpec("fa2", False, slots, bucket.num_rows, False) for slots in self._slots]
+        specs = [
+            LaunchSpec.of(config, "fa2", bucket, False, slots, fa2_tile(config, bucket.num_rows - slots + 1))
+            for slots in self._slots
+        ]
         workspace_bytes = max(graph_workspace_bytes(config, spec, num_sms) for spec in specs)
 
         def buffers(more: int) -> list[torch.Tensor]:
@@ -137,36 +140,34 @@ class CapturedStock:
         self._row_map = torch.arange(bucket.num_rows, device=device)
         self._copied = torch.cuda.Event()
 
-    def lay(self, plan: CascadePlan) -> dict[str, Any]:
+    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid:
         """See `graph_state.GraphExecutor.lay`."""
         lacking = self.capacity.lacks(plan.usage())
         if lacking:
             raise capacity_error("the plan", lacking, "Plan with the capacity of this graph, or run it eagerly")
-        return plan.to_flashinfer(num_levels=len(self._slots), slots=self._slots)
+        return Laid(0, levels, ())
 
-    def load(self, plan: CascadePlan, laid: dict[str, Any]) -> None:
+    def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""
+        arguments = plan.to_flashinfer(num_levels=len(self._slots), slots=self._slots)
         # FlashInfer takes no fewer rows than captured: those of padding lie in groups without KV.
-        for level, qo_indptr in zip(plan.levels(num_levels=len(self._slots)), laid["qo_indptr_arr"], strict=True):
+        for level, qo_indptr in zip(plan.levels(num_levels=len(self._slots)), arguments["qo_indptr_arr"], strict=True):
             qo_indptr[len(level.qo_indptr) :] = self.bucket.num_rows
         if self.bucket.kind == "decode":
-            laid["qo_indptr_arr"][-1] = torch.arange(self.bucket.num_rows + 1, dtype=torch.int32)
+            arguments["qo_indptr_arr"][-1] = torch.arange(self.bucket.num_rows + 1, dtype=torch.int32)
         rows = torch.arange(self.bucket.num_rows, dtype=torch.int64)
         if plan.row_order is not None:
             rows[: plan.num_rows] = torch.from_numpy(plan.row_order.astype(np.int64))
-        self._plan(laid, rows)
-
-    def load_nothing(self) -> None:
-        """See `graph_state.GraphExecutor.load_nothing`."""
-        empty = CascadePlanner(self._config, PlannerPolicy(executor="flat")).plan([[]], [0])
-        self.load(empty, self.lay(empty))
-
-    def _plan(self, arguments: dict[str, Any], rows: torch.Tensor) -> None:
         with torch.cuda.device(self._device):
             self._copied.synchronize()  # FlashInfer plans in pinned memory of its own
             self._row_map.copy_(rows, non_blocking=True)
             plan_on_fa2(self._wrapper, self._config, arguments)
             self._copied.record()
+
+    def load_nothing(self) -> None:
+        """See `graph_state.GraphExecutor.load_nothing`."""
+        empty = CascadePlanner(self._config, PlannerPolicy(executor="flat")).plan([[]], [0])
+        self.load(empty, self.lay(empty, empty.levels()))
 
     def run(self, call: LayerCall) -> None:
         """See `graph_state.GraphExecutor.run`."""

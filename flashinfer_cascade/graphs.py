@@ -1,0 +1,346 @@
+"""CUDA graphs captured once and replayed for any plan: buckets of rows, a few shapes each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from flashinfer_cascade.capacity import PlanCapacity, capacity_error
+from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError
+from flashinfer_cascade.plan import CascadePlan
+from flashinfer_cascade.runtime.graph_state import GraphState
+from flashinfer_cascade.runtime.runtime import CascadeRuntime
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, Laid, level_backends, make_bucket
+
+StepFn = Callable[[dict[str, torch.Tensor]], Any]
+"""An engine's own step: from named inputs, one row a query token, to a tensor, or a tuple, list or dict of tensors,
+with as many rows."""
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """What a pool did so far.
+
+    Attributes:
+        replays: by bucket and shape, as text.
+        inexact: replays on other kernels than the plan asked for.
+        eager: steps that `GraphPool.run` ran without a graph, by what did not fit: names of `PlanCapacity`'s fields, or
+            "kernels".
+        captures: graphs captured, the lazy ones included.
+    """
+
+    replays: Counter[tuple[str, str]] = field(default_factory=Counter)
+    inexact: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    captures: int = 0
+
+
+class _Captured(NamedTuple):
+    """A graph, the state that it reads and what it writes."""
+
+    state: GraphState
+    replay: Callable[[], Any]
+
+
+class GraphPool:
+    """Graphs of one step function, for several buckets and shapes. Made by `capture_cuda_graphs`.
+
+    One pool serves one thread and one stream at a time: replays on another stream than the last wait for it. Several
+    pools do not disturb each other.
+
+    Attributes:
+        stats: what ran, and why.
+        memory_bytes: device memory that capturing took, buffers included; 0 on the CPU.
+    """
+
+    def __init__(self, runtime: CascadeRuntime, step_fn: StepFn, inputs: Mapping[str, torch.Tensor], lazy: int) -> None:
+        self._runtime, self._step_fn, self._lazy = runtime, step_fn, lazy
+        self._padding = {name: value.clone() for name, value in inputs.items()}
+        self._static = {name: value.clone() for name, value in inputs.items()}
+        self._written = 0  # rows of the static inputs that may hold other values than those of padding
+        self._captured: dict[Bucket, list[_Captured]] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._memory_pool = torch.cuda.graph_pool_handle() if runtime.device.type == "cuda" else None
+        self.stats = PoolStats()
+        self.memory_bytes = 0
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those captured, smallest first."""
+        return sorted(self._captured, key=lambda bucket: (bucket.kind, bucket.num_rows))
+
+    def shapes(self, bucket: Bucket) -> list[AnyShape | None]:
+        """Those captured for a bucket; None on the CPU."""
+        return [captured.state.shape for captured in self._captured[bucket]]
+
+    def capacity(self, num_rows: int, num_requests: int | None = None) -> PlanCapacity:
+        """What a plan of so many rows may use to be sure to replay, for `CascadePlanner.plan`.
+
+        Args:
+            num_rows: of the batch.
+            num_requests: of the batch; None is one row each.
+
+        Raises:
+            CapacityError: no bucket is so large.
+        """
+        bucket = self._bucket(num_rows, num_rows if num_requests is None else num_requests)
+        capacities = [captured.state.capacity for captured in self._captured[bucket]]
+        return max(capacities, key=lambda capacity: (capacity.num_slots, capacity.num_levels))
+
+    def replay(self, plan: CascadePlan, **inputs: torch.Tensor) -> Any:
+        """Run the step for one batch through a graph.
+
+        The inputs are copied to the graph's own, the plan is loaded and the graph launched, all on the current stream;
+        the host waits for none of it.
+
+        Args:
+            plan: of the batch.
+            **inputs: all of the step's, by name, with the batch's rows: on the device, or in pinned memory.
+
+        Returns:
+            Views of what the step returned, cut to the batch's rows; valid until the pool's next replay.
+
+        Raises:
+            CapacityError: no captured graph takes the plan; nothing was touched. `run` would run it eagerly.
+            InvalidBatchError: an input is missing, or of another shape or dtype; nothing was touched.
+        """
+        captured, laid = self._select(plan)
+        self._check(plan, inputs)
+        if self._runtime.device.type == "cuda":
+            stream = torch.cuda.current_stream(self._runtime.device)
+            if self._stream is not None and stream != self._stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+        num_rows = plan.num_rows
+        bucket_rows = captured.state.bucket.num_rows
+        stale = slice(num_rows, min(self._written, bucket_rows))
+        for name, value in inputs.items():
+            self._static[name][:num_rows].copy_(value, non_blocking=True)
+            if stale.start < stale.stop:
+                self._static[name][stale].copy_(self._padding[name][stale])
+        if self._written <= bucket_rows:  # rows behind the bucket stay as they are until a larger one comes
+            self._written = num_rows
+        captured.state.load(plan, laid)
+        outputs = captured.replay()
+        self.stats.replays[str(captured.state.bucket), str(captured.state.shape)] += 1
+        self.stats.inexact += laid.distance > 0
+        return _map(outputs, lambda tensor: tensor[:num_rows])
+
+    def run(self, plan: CascadePlan, **inputs: torch.Tensor) -> Any:
+        """`replay`, or the step without a graph where no graph takes the plan; `stats.eager` counts why.
+
+        Raises:
+            InvalidBatchError: as for `replay`.
+        """
+        try:
+            return self.replay(plan, **inputs)
+        except CapacityError as error:
+            self._check(plan, inputs)
+            self.stats.eager[", ".join(error.lacking) or "kernels"] += 1
+            self._runtime.load(plan)
+            return self._step_fn(inputs)
+
+    def _bucket(self, num_rows: int, num_requests: int) -> Bucket:
+        """The smallest that holds a batch: of decode buckets, then of the others."""
+        for kind in ("decode", "append"):
+            if kind == "decode" and num_rows != num_requests:
+                continue
+            for bucket in self.buckets:
+                if bucket.kind == kind and num_rows <= bucket.num_rows and num_requests <= bucket.num_requests:
+                    return bucket
+        largest = {kind: max((b.num_rows for b in self._captured if b.kind == kind), default=0) for kind in KINDS}
+        kind = "decode" if num_rows == num_requests and not largest["append"] else "append"
+        raise capacity_error(
+            f"a batch of {num_requests} requests",
+            {f"rows in {kind} graphs": (num_rows, largest[kind])},
+            "Capture a larger bucket, or run it eagerly",
+        )
+
+    def _select(self, plan: CascadePlan) -> tuple[_Captured, Laid]:
+        bucket = self._bucket(plan.num_rows, plan.num_requests)
+        levels = plan.levels()
+        best: tuple[_Captured, Laid] | None = None
+        refused: tuple[int, CapacityError] | None = None
+        for captured in self._captured[bucket]:
+            try:
+                laid = captured.state.lay(plan, levels)
+            except CapacityError as error:
+                room = captured.state.capacity.num_slots
+                if refused is None or room > refused[0]:
+                    refused = room, error
+                continue
+            if best is None or laid.distance < best[1].distance:
+                best = captured, laid
+            if not laid.distance:
+                break
+        if self._lazy and (best is None or best[1].distance):
+            self._lazy -= 1
+            *shared, own = level_backends(plan)
+            with contextlib.suppress(CapacityError, UnsupportedError):
+                self._capture([(bucket, GraphShape(tuple(shared), (own,)))])
+                captured = self._captured[bucket][-1]
+                return captured, captured.state.lay(plan, levels)
+        if best is None:
+            raise (
+                refused[1] if refused is not None else CapacityError(f"no graph is captured for {bucket}: capture one")
+            )
+        return best
+
+    def _check(self, plan: CascadePlan, inputs: Mapping[str, torch.Tensor]) -> None:
+        if inputs.keys() != self._static.keys():
+            raise InvalidBatchError(
+                f"inputs {sorted(inputs)} given, but the graphs were captured with {sorted(self._static)}: give all of "
+                "these, and only these"
+            )
+        for name, value in inputs.items():
+            shape, dtype = (plan.num_rows, *self._static[name].shape[1:]), self._static[name].dtype
+            if value.shape != shape or value.dtype != dtype:
+                raise InvalidBatchError(
+                    f"input {name} is {value.dtype} {list(value.shape)}; expected {dtype} {list(shape)}: one row for "
+                    "each row of the plan"
+                )
+
+    def _capture(self, graphs: Sequence[tuple[Bucket, AnyShape | None]], progress: Progress | None = None) -> None:
+        """Capture graphs that share buffers and memory, in this order."""
+        states = self._runtime.graph_states(graphs)
+        task = progress.add_task("Capturing CUDA graphs", total=len(states)) if progress is not None else None
+        for state in states:
+            if progress is not None and task is not None:
+                progress.update(task, description=f"Capturing {state.bucket}, {state.shape}")
+            state.load_nothing()
+            inputs = {name: value[: state.bucket.num_rows] for name, value in self._static.items()}
+
+            def step(state: GraphState = state, inputs: dict[str, torch.Tensor] = inputs) -> Any:
+                with self._runtime.using(state):
+                    return self._step_fn(inputs)
+
+            replay = step if self._memory_pool is None else self._capture_one(step)
+            self._captured.setdefault(state.bucket, []).append(_Captured(state, replay))
+            self.stats.captures += 1
+            if progress is not None and task is not None:
+                progress.advance(task)
+
+    def _capture_one(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        device = self._runtime.device
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            step()  # compiles, and initialises what may not be initialised during capture
+            side.synchronize()
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._memory_pool, stream=side, capture_error_mode="thread_local"):
+                outputs = step()
+        torch.cuda.current_stream(device).wait_stream(side)
+
+        def replay() -> Any:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+KINDS = ("decode", "append")
+
+
+def capture_cuda_graphs(
+    runtime: CascadeRuntime,
+    step_fn: StepFn,
+    *,
+    inputs: Mapping[str, torch.Tensor],
+    batch_sizes: Sequence[int] = (),
+    token_sizes: Sequence[int] = (),
+    max_requests: int | None = None,
+    shapes: Sequence[AnyShape] | Callable[[Bucket], Sequence[AnyShape]] | None = None,
+    lazy: int = 0,
+    progress: bool = True,
+) -> GraphPool:
+    """Capture a step for all batch sizes, to be replayed for any plan.
+
+    `step_fn` is called with static inputs of a bucket's rows, once to warm up and once to be captured, for each shape
+    of each bucket, the largest first. Within it, `CascadeRuntime.run` goes to the graph's buffers; no row sees any KV
+    then. On the CPU nothing is captured: replays call `step_fn` again, for development and tests.
+
+    Args:
+        runtime: whose `run` the step calls, once a layer.
+        step_fn: the engine's own function.
+        inputs: by name, tensors on the runtime's device whose first dimension is that of the largest bucket. Their
+            rows are what padding rows will hold: give a slot mapping that writes nowhere, say. They are copied.
+        batch_sizes: buckets for decode, in rows, one row a request.
+        token_sizes: buckets for appends, prefill and mixed batches, in rows.
+        max_requests: most requests of the latter; None is config.max_batch_size.
+        shapes: kernels to capture in each bucket, or a function of the bucket; None is what
+            `runtime.default_graph_shapes` says.
+        lazy: how many more graphs may be captured while serving, for plans that ask for other kernels. Each such step
+            takes as long as a capture.
+        progress: show it on stderr.
+
+    Raises:
+        InvalidBatchError: no bucket is given, one exceeds the configuration, or an input has too few rows.
+        UnsupportedError: a shape that the device or the configuration does not allow.
+    """
+    config, device = runtime.config, runtime.device
+    buckets = [make_bucket(config, size) for size in batch_sizes]
+    buckets += [make_bucket(config, None, size, max_requests) for size in token_sizes]
+    if not buckets:
+        raise InvalidBatchError("no bucket: give batch_sizes for decode, token_sizes for appends, or both")
+    largest = max(bucket.num_rows for bucket in buckets)
+    if not inputs:
+        raise InvalidBatchError("inputs is empty: a step reads at least one tensor with a row for each query token")
+    for name, value in inputs.items():
+        if value.ndim < 1 or len(value) < largest or value.device != device:
+            raise InvalidBatchError(
+                f"input {name} is {list(value.shape)} on {value.device}: give a tensor of at least {largest} rows on "
+                f"{device}"
+            )
+    graphs: list[tuple[Bucket, AnyShape | None]] = []
+    for bucket in sorted(set(buckets), key=lambda bucket: -bucket.num_rows):
+        chosen = runtime.default_graph_shapes(bucket) if shapes is None else shapes
+        graphs += [(bucket, shape) for shape in (chosen(bucket) if callable(chosen) else chosen)]
+    pool = GraphPool(runtime, step_fn, {name: value[:largest] for name, value in inputs.items()}, lazy)
+    before = _free_bytes(device)
+    with _shown(progress) as shown:
+        pool._capture(graphs, shown)
+    pool.memory_bytes = before - _free_bytes(device)
+    logging.getLogger("flashinfer_cascade").info(
+        "captured %d graphs for %d buckets: %.0f MB", pool.stats.captures, len(pool.buckets), pool.memory_bytes / 1e6
+    )
+    return pool
+
+
+@contextlib.contextmanager
+def _shown(progress: bool) -> Iterator[Progress | None]:
+    if not progress:
+        yield None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as shown:
+        yield shown
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _map(outputs: Any, cut: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest of tuples, lists and dicts, its tensors cut."""
+    if isinstance(outputs, torch.Tensor):
+        return cut(outputs)
+    if isinstance(outputs, dict):
+        return {name: _map(value, cut) for name, value in outputs.items()}
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*(_map(value, cut) for value in outputs))
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)(_map(value, cut) for value in outputs)
+    return outputs
