@@ -168,30 +168,24 @@ class GraphPool:
         bucket = self._bucket(plan.num_rows, plan.num_requests)
         levels = plan.levels()
         best: tuple[_Captured, Laid] | None = None
-        refused: tuple[int, CapacityError] | None = None
         for captured in self._captured[bucket]:
-            try:
-                laid = captured.state.lay(plan, levels)
-            except CapacityError as error:
-                room = captured.state.capacity.num_slots
-                if refused is None or room > refused[0]:
-                    refused = room, error
-                continue
-            if best is None or laid.distance < best[1].distance:
+            laid = captured.state.lay(plan, levels)
+            if laid is not None and (best is None or laid.distance < best[1].distance):
                 best = captured, laid
-            if not laid.distance:
-                break
+                if not laid.distance:
+                    break
         if self._lazy and (best is None or best[1].distance):
             self._lazy -= 1
             *shared, own = level_backends(plan)
-            with contextlib.suppress(CapacityError, UnsupportedError):
+            with contextlib.suppress(UnsupportedError):
                 self._capture([(bucket, GraphShape(tuple(shared), (own,)))])
                 captured = self._captured[bucket][-1]
-                return captured, captured.state.lay(plan, levels)
+                laid = captured.state.lay(plan, levels)
+                if laid is not None:
+                    return captured, laid
         if best is None:
-            raise (
-                refused[1] if refused is not None else CapacityError(f"no graph is captured for {bucket}: capture one")
-            )
+            roomiest = max(self._captured[bucket], key=lambda captured: captured.state.capacity.num_slots)
+            raise roomiest.state.misfit(plan)
         return best
 
     def _check(self, plan: CascadePlan, inputs: Mapping[str, torch.Tensor]) -> None:

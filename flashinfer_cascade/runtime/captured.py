@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.csr import Int32Array
 from flashinfer_cascade.errors import BackendUnavailableError, CascadeError
 from flashinfer_cascade.runtime.launch import check_fa3, import_flashinfer, plan_arguments, tell_if_slow
 from flashinfer_cascade.runtime.schedule import UncutSchedule, is_planned_alike
@@ -175,19 +176,20 @@ class CapturedLaunch:
         # FlashInfer's own is 8 MiB.
         wrapper._pin_memory_int_workspace_buffer = None
 
-    def plan(self, host: GroupArrays, schedule: torch.Tensor, turn: int) -> None:
+    def plan(self, host: GroupArrays, qo_indptr: Int32Array, schedule: Int32Array, turn: int) -> None:
         """Schedule one batch.
 
         Args:
             host: its groups, on the CPU.
-            schedule: int32, on the CPU: this launch's part of what is staged.
+            qo_indptr: the same as ``host.qo_indptr``.
+            schedule: this launch's part of what is staged.
             turn: which pinned area FlashInfer's module may use: its last copy must be done.
 
         Raises:
             CascadeError: FlashInfer would launch other blocks than those captured.
         """
         if self._schedule is not None:
-            self._schedule.write(schedule.numpy(), host.qo_indptr.numpy())
+            self._schedule.write(schedule, qo_indptr)
         elif self.spec.backend in ("fa2", "fa3"):
             on_device, pinned = self._memory.int_workspaces
             info = self._call_module(host, on_device, pinned[turn], is_graph=True)

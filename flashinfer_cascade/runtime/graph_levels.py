@@ -60,7 +60,7 @@ class GraphBuffers:
         with torch.cuda.device(device):
             self.workspace = torch.empty(max(float_bytes, 2**12), dtype=torch.uint8, device=device)
             self.on_device = torch.zeros(num_entries, dtype=torch.int32, device=device)
-            self._pinned = [torch.zeros(num_entries, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+            self.pinned = [torch.zeros(num_entries, dtype=torch.int32, pin_memory=True) for _ in range(2)]
             self.int_workspaces = [
                 (
                     torch.zeros(int_bytes, dtype=torch.uint8, device=device),
@@ -82,8 +82,8 @@ class GraphBuffers:
         tensors = (self.workspace, self.on_device, self.gathered, self.partials, self.partial_lse)
         return sum(t.numel() * t.itemsize for t in (*tensors, *(device for device, _ in self.int_workspaces)))
 
-    def begin(self) -> tuple[int, torch.Tensor]:
-        """The turn, and its pinned area, once the copies out of it are done."""
+    def begin(self) -> int:
+        """The turn: which of `pinned` to fill, now that the copies out of it are done."""
         turn = self._turn = 1 - self._turn
         self._copied[turn].synchronize()
         stream = torch.cuda.current_stream(self.device)
@@ -91,11 +91,11 @@ class GraphBuffers:
             # What was queued for the graph before, on another stream, may still read these buffers.
             stream.wait_stream(self._stream)
             self._stream = stream
-        return turn, self._pinned[turn]
+        return turn
 
     def copy(self, turn: int, num_entries: int) -> None:
         """Copy the head of a turn's pinned area."""
-        self.on_device[:num_entries].copy_(self._pinned[turn][:num_entries], non_blocking=True)
+        self.on_device[:num_entries].copy_(self.pinned[turn][:num_entries], non_blocking=True)
 
     def end(self, turn: int) -> None:
         """All copies out of a turn's areas are queued."""
@@ -139,9 +139,41 @@ class Layout(NamedTuple):
         )
         return cls(row_map, active, groups, schedules, at)
 
-    def tensors(self, memory: torch.Tensor) -> list[GroupArrays]:
-        """Each launch's groups as views."""
+    def views(self, memory: torch.Tensor) -> list[GroupArrays]:
+        """Each launch's groups."""
         return [GroupArrays(*(memory[where] for where in places)) for places in self.groups]
+
+
+class _HostLaunch(NamedTuple):
+    """A launch's part of a pinned area: as FlashInfer's module takes it, and to be written to."""
+
+    groups: GroupArrays
+    qo_indptr: Int32Array
+    kv_indptr: Int32Array
+    kv_last_page_len: Int32Array
+    kv_len: Int32Array
+    schedule: Int32Array
+
+    @classmethod
+    def of(cls, groups: GroupArrays, schedule: torch.Tensor) -> _HostLaunch:
+        qo_indptr, kv_indptr, last_page_len, kv_len = (tensor.numpy() for tensor in groups)
+        return cls(groups, qo_indptr, kv_indptr, last_page_len, kv_len, schedule.numpy())
+
+
+class _HostArea(NamedTuple):
+    """One of the pinned areas, as a graph lays it out."""
+
+    memory: Int32Array
+    row_map: Int32Array
+    active: Int32Array
+    launches: list[_HostLaunch]
+
+    @classmethod
+    def of(cls, layout: Layout, pinned: torch.Tensor) -> _HostArea:
+        memory = pinned.numpy()
+        schedules = (pinned[where] for where in layout.schedules)
+        launches = [_HostLaunch.of(*pair) for pair in zip(layout.views(pinned), schedules, strict=True)]
+        return cls(memory, memory[layout.row_map], memory[layout.active], launches)
 
 
 class CapturedLevels:
@@ -164,37 +196,38 @@ class CapturedLevels:
         self._active = buffers.on_device[layout.active]
         # A flat plan of one part keeps the order of the batch.
         self._may_permute = bool(shape.shared) or bucket.kind == "append"
-        turn, pinned = buffers.begin()
+        self._rows = np.arange(bucket.num_rows + 1, dtype=np.int32)
+        self._host = [_HostArea.of(layout, pinned) for pinned in buffers.pinned]
+        turn = buffers.begin()
         with torch.cuda.device(buffers.device):
             pages = buffers.on_device[layout.num_entries :]
-            host, on_device = layout.tensors(pinned), layout.tensors(buffers.on_device)
+            host, on_device = self._host[turn].launches, layout.views(buffers.on_device)
             self._launches = []
             for number, spec in enumerate(self._specs):
                 # FlashInfer's own first plan wants all rows in some group.
-                _write_nothing(host[number], bucket, spec, covers_rows=True)
+                self._write_nothing(host[number], spec, covers_rows=True)
                 schedule = buffers.on_device[layout.schedules[number]].view(torch.uint8)
                 memory = LaunchMemory(
                     buffers.workspace, buffers.int_workspaces[number], on_device[number], schedule, pages
                 )
-                self._launches.append(CapturedLaunch(config, spec, memory, host[number], buffers.num_sms))
+                self._launches.append(CapturedLaunch(config, spec, memory, host[number].groups, buffers.num_sms))
         buffers.end(turn)
 
-    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid:
+    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid | None:
         """See `graph_state.GraphExecutor.lay`."""
         found = fit(self._config, self.bucket, self.shape, self._specs, plan, levels, self._buffers.num_sms)
-        if found is None:
-            lacking = self.capacity.lacks(plan.usage())
-            if not lacking:
-                raise CapacityError(
-                    f"the plan's own KV is longer than the graph's kernels ({self.shape}) take uncut: add fa2 to the "
-                    "shape's own kernels, or run it eagerly"
-                )
-            raise capacity_error(
-                f"the plan for a graph of {self.bucket} ({self.shape})",
-                lacking,
-                "Plan with the capacity of this graph, or run it eagerly",
+        return None if found is None else Laid(found.distance, levels, found.level_of)
+
+    def misfit(self, plan: CascadePlan) -> CapacityError:
+        """See `graph_state.GraphExecutor.misfit`."""
+        lacking = self.capacity.lacks(plan.usage())
+        if not lacking:
+            return CapacityError(
+                f"the plan's own KV is longer than the graph's kernels ({self.shape}) take uncut: add fa2 to the "
+                "shape's own kernels, or run it eagerly"
             )
-        return Laid(found.distance, levels, found.level_of)
+        what = f"the plan for a graph of {self.bucket} ({self.shape})"
+        return capacity_error(what, lacking, "Plan with the capacity of this graph, or run it eagerly")
 
     def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""
@@ -202,40 +235,69 @@ class CapturedLevels:
 
     def load_nothing(self) -> None:
         """See `graph_state.GraphExecutor.load_nothing`."""
-        rows = self.bucket.num_rows
-        one = np.array([0, rows], np.int32)
-        every = np.arange(rows + 1, dtype=np.int32) if self.bucket.kind == "decode" else one
+        every = self._rows if self.bucket.kind == "decode" else np.array([0, self.bucket.num_rows], np.int32)
         level = Level(every, np.zeros_like(every), np.empty(0, np.int32), np.zeros(len(every) - 1, np.int32))
         self._fill(None, (*[None] * (len(self._specs) - 1), 0), [level])
 
     def _fill(self, plan: CascadePlan | None, level_of: Sequence[int | None], levels: list[Level]) -> None:
-        layout, buffers, bucket = self._layout, self._buffers, self.bucket
+        buffers, first_page = self._buffers, self._layout.num_entries
         with torch.cuda.device(buffers.device):
-            turn, pinned = buffers.begin()
+            turn = buffers.begin()
             try:
-                memory = pinned.numpy()
-                host = layout.tensors(pinned)
-                end = layout.num_entries
+                host = self._host[turn]
+                end = first_page
                 offsets = []
                 for level in levels:
-                    offsets.append(end - layout.num_entries)
-                    memory[end : end + len(level.kv_indices)] = level.kv_indices
+                    offsets.append(end - first_page)
+                    host.memory[end : end + len(level.kv_indices)] = level.kv_indices
                     end += len(level.kv_indices)
-                rows = memory[layout.row_map]
-                rows[:] = np.arange(bucket.num_rows)
+                host.row_map[:] = self._rows[:-1]
                 if plan is not None and plan.row_order is not None:
-                    rows[: plan.num_rows] = plan.row_order
-                memory[layout.active] = [number is not None for number in level_of]
-                for spec, groups, number in zip(self._specs, host, level_of, strict=True):
+                    host.row_map[: plan.num_rows] = plan.row_order
+                host.active[:] = [number is not None for number in level_of]
+                for spec, launch, into, number in zip(
+                    self._specs, self._launches, host.launches, level_of, strict=True
+                ):
                     if number is None:
-                        _write_nothing(groups, bucket, spec, covers_rows=spec.backend == "decode")
+                        self._write_nothing(into, spec, covers_rows=spec.backend == "decode")
                     else:
-                        _write(groups, bucket, spec, levels[number], offsets[number], self._config.page_size)
-                for launch, groups, where in zip(self._launches, host, layout.schedules, strict=True):
-                    launch.plan(groups, pinned[where], turn)
+                        self._write(into, spec, levels[number], offsets[number])
+                    launch.plan(into.groups, into.qo_indptr, into.schedule, turn)
                 buffers.copy(turn, end)
             finally:
                 buffers.end(turn)
+
+    def _write_nothing(self, into: _HostLaunch, spec: LaunchSpec, *, covers_rows: bool) -> None:
+        """No KV in any group; all rows in some group, or in none."""
+        if not covers_rows:
+            into.qo_indptr[:] = 0
+        elif spec.is_by_row:
+            into.qo_indptr[:] = self._rows
+        else:
+            into.qo_indptr[0], into.qo_indptr[1:] = 0, self.bucket.num_rows
+        into.kv_indptr[:] = 0
+        into.kv_last_page_len[:] = 0
+        into.kv_len[:] = 0
+
+    def _write(self, into: _HostLaunch, spec: LaunchSpec, level: Level, offset: int) -> None:
+        """A level's groups, then the rows of padding without KV."""
+        qo_indptr, kv_indptr, last_page_len = into.qo_indptr, into.kv_indptr, into.kv_last_page_len
+        count = len(level.kv_last_page_len)
+        if spec.is_by_row:
+            qo_indptr[:] = self._rows
+        else:
+            qo_indptr[: count + 1] = level.qo_indptr
+            qo_indptr[count + 1 :] = self.bucket.num_rows
+            if spec.is_shared and not level.kv_last_page_len[-1]:
+                qo_indptr[count] = self.bucket.num_rows
+        np.add(level.kv_indptr, offset, out=kv_indptr[: count + 1])
+        kv_indptr[count + 1 :] = kv_indptr[count]
+        last_page_len[:count] = level.kv_last_page_len
+        last_page_len[count:] = 0
+        if spec.backend == "fa3":  # no other reads it
+            page_size = self._config.page_size
+            pages = kv_indptr[1:] - kv_indptr[:-1]
+            into.kv_len[:] = pages * page_size - (page_size - last_page_len) * (pages > 0)
 
     def run(self, call: LayerCall) -> None:
         """See `graph_state.GraphExecutor.run`."""
@@ -261,36 +323,3 @@ class CapturedLevels:
             v_scale=call.v_scale,
             lse=call.lse,
         )
-
-
-def _write_nothing(groups: GroupArrays, bucket: Bucket, spec: LaunchSpec, *, covers_rows: bool) -> None:
-    """No KV in any group; all rows in some group, or in none."""
-    qo_indptr, kv_indptr, last_page_len, kv_len = (tensor.numpy() for tensor in groups)
-    if not covers_rows:
-        qo_indptr[:] = 0
-    elif spec.is_shared or bucket.kind == "append":
-        qo_indptr[0], qo_indptr[1:] = 0, bucket.num_rows
-    else:
-        qo_indptr[:] = np.arange(len(qo_indptr))
-    kv_indptr[:] = 0
-    last_page_len[:] = 0
-    kv_len[:] = 0
-
-
-def _write(groups: GroupArrays, bucket: Bucket, spec: LaunchSpec, level: Level, offset: int, page_size: int) -> None:
-    """A level's groups, then the rows of padding without KV."""
-    qo_indptr, kv_indptr, last_page_len, kv_len = (tensor.numpy() for tensor in groups)
-    count, num_rows = len(level.kv_last_page_len), int(level.qo_indptr[-1])
-    qo_indptr[: count + 1] = level.qo_indptr
-    np.add(level.kv_indptr, offset, out=kv_indptr[: count + 1])
-    kv_indptr[count + 1 :] = kv_indptr[count]
-    last_page_len[:count] = level.kv_last_page_len
-    last_page_len[count:] = 0
-    pages: Int32Array = kv_indptr[1:] - kv_indptr[:-1]
-    kv_len[:] = pages * page_size - (page_size - last_page_len) * (pages > 0)
-    if bucket.kind == "decode" and not spec.is_shared:
-        qo_indptr[count + 1 :] = np.arange(count + 1, len(qo_indptr))
-    else:
-        qo_indptr[count + 1 :] = bucket.num_rows
-        if spec.is_shared and num_rows < bucket.num_rows and not level.kv_last_page_len[-1]:
-            qo_indptr[count] = bucket.num_rows

@@ -8,7 +8,7 @@ import torch
 
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error
 from flashinfer_cascade.config import CascadeConfig
-from flashinfer_cascade.errors import CascadeError
+from flashinfer_cascade.errors import CapacityError, CascadeError
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.call import (
     KVCache,
@@ -31,12 +31,11 @@ class GraphExecutor(Protocol):
     def shape(self) -> AnyShape | None:
         """Kernels of its launches; None on the CPU."""
 
-    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid:
-        """See how the plan, of so many rows and requests at most, fits; nothing is written.
+    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid | None:
+        """How the plan, of so many rows and requests at most, fits; None when it does not. Nothing is written."""
 
-        Raises:
-            CapacityError: it does not.
-        """
+    def misfit(self, plan: CascadePlan) -> CapacityError:
+        """Why a plan that `lay` refused does not fit."""
 
     def load(self, plan: CascadePlan, laid: Laid) -> None:
         """Fill the buffers with a plan that `lay` accepted."""
@@ -69,17 +68,17 @@ class GraphState:
         self._is_ready = False
         self.load_nothing()
 
-    def lay(self, plan: CascadePlan, levels: list[Level] | None = None) -> Laid:
-        """See how a plan fits, for `load`; nothing is written.
+    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid | None:
+        """How a plan fits, for `load`; None when it has too many levels or groups. Nothing is written.
 
         Args:
             plan: what to lay.
-            levels: its `CascadePlan.levels`, where they are at hand.
+            levels: its `CascadePlan.levels`.
 
         Raises:
             InvalidBatchError: it is no plan, one for another configuration, or it reads pages that the captured KV
                 caches do not hold.
-            CapacityError: it does not fit.
+            CapacityError: it has too many rows or requests.
         """
         check_plan(self._config, plan)
         bucket = self.bucket
@@ -95,7 +94,11 @@ class GraphState:
             )
         if self._num_pages is not None:
             check_pages(plan, self._num_pages)
-        return self._executor.lay(plan, plan.levels() if levels is None else levels)
+        return self._executor.lay(plan, levels)
+
+    def misfit(self, plan: CascadePlan) -> CapacityError:
+        """Why a plan that `lay` refused does not fit."""
+        return self._executor.misfit(plan)
 
     def load(self, plan: CascadePlan, laid: Laid | None = None) -> None:
         """Fill the buffers for the next replay, with copies on the current stream; the host waits for none of them.
@@ -104,13 +107,17 @@ class GraphState:
 
         Args:
             plan: at most as many rows and requests as the bucket holds; rows behind its own see nothing.
-            laid: what `lay` said of it; None asks again.
+            laid: what `lay` said of it; None asks.
 
         Raises:
             InvalidBatchError: as for `lay`.
-            CapacityError: as for `lay`; nothing was written.
+            CapacityError: it does not fit; nothing was written.
         """
-        laid = self.lay(plan) if laid is None else laid
+        if laid is None:
+            check_plan(self._config, plan)
+            laid = self.lay(plan, plan.levels())
+            if laid is None:
+                raise self.misfit(plan)
         self._is_ready = False  # should it fail halfway
         self._executor.load(plan, laid)
         self._is_ready = True

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from flashinfer_cascade.capacity import PlanCapacity
 from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.errors import CapacityError
 from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, Laid
@@ -200,6 +201,10 @@ class ReferenceRows:
     def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid:
         """See `graph_state.GraphExecutor.lay`; every plan of the bucket fits."""
         return Laid(0, levels, ())
+
+    def misfit(self, plan: CascadePlan) -> CapacityError:
+        """See `graph_state.GraphExecutor.misfit`."""
+        return CapacityError("every plan fits on the CPU")
 
     def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""

@@ -9,7 +9,7 @@ import torch
 
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
-from flashinfer_cascade.errors import UnsupportedError
+from flashinfer_cascade.errors import CapacityError, UnsupportedError
 from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
 from flashinfer_cascade.planner import CascadePlanner
 from flashinfer_cascade.runtime.call import LayerCall
@@ -140,12 +140,15 @@ class CapturedStock:
         self._row_map = torch.arange(bucket.num_rows, device=device)
         self._copied = torch.cuda.Event()
 
-    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid:
+    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid | None:
         """See `graph_state.GraphExecutor.lay`."""
+        return None if self.capacity.lacks(plan.usage()) else Laid(0, levels, ())
+
+    def misfit(self, plan: CascadePlan) -> CapacityError:
+        """See `graph_state.GraphExecutor.misfit`."""
+        what = f"the plan for a graph of {self.bucket} ({self.shape})"
         lacking = self.capacity.lacks(plan.usage())
-        if lacking:
-            raise capacity_error("the plan", lacking, "Plan with the capacity of this graph, or run it eagerly")
-        return Laid(0, levels, ())
+        return capacity_error(what, lacking, "Plan with the capacity of this graph, or run it eagerly")
 
     def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""
@@ -153,6 +156,7 @@ class CapturedStock:
         # FlashInfer takes no fewer rows than captured: those of padding lie in groups without KV.
         for level, qo_indptr in zip(plan.levels(num_levels=len(self._slots)), arguments["qo_indptr_arr"], strict=True):
             qo_indptr[len(level.qo_indptr) :] = self.bucket.num_rows
+        arguments["causal"] = self.bucket.kind == "append"  # fixed at capture
         if self.bucket.kind == "decode":
             arguments["qo_indptr_arr"][-1] = torch.arange(self.bucket.num_rows + 1, dtype=torch.int32)
         rows = torch.arange(self.bucket.num_rows, dtype=torch.int64)
@@ -167,7 +171,7 @@ class CapturedStock:
     def load_nothing(self) -> None:
         """See `graph_state.GraphExecutor.load_nothing`."""
         empty = CascadePlanner(self._config, PlannerPolicy(executor="flat")).plan([[]], [0])
-        self.load(empty, self.lay(empty, empty.levels()))
+        self.load(empty, Laid(0, [], ()))
 
     def run(self, call: LayerCall) -> None:
         """See `graph_state.GraphExecutor.run`."""
