@@ -9,21 +9,18 @@ about, the median of five repeats with their lowest and highest.
 """
 
 import argparse
-import datetime
 import json
 import math
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from flashinfer_cascade import CascadePlanner, CascadeRuntime, PlannerPolicy
+from flashinfer_cascade.bench.records import describe_machine, machine_line, put_table
 from flashinfer_cascade.bench.workloads import grid
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "records" / "h200_executors.json"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- table: scripts/bench_gpu.py -->", "<!-- end of table -->"
 
 HBM_TB_PER_S, TENSOR_TFLOPS = 4.47, 790.0
 """Ceilings that `roof` divides by, the same in every record: reading HBM and dense bf16 matmul on an H200."""
@@ -98,21 +95,16 @@ def measure_workload(work, heads, pool, with_default):
 
 
 def run(arguments):
-    import flashinfer
     import torch
 
     from flashinfer_cascade.bench.timing import KvPool
 
     started = time.monotonic()
-    properties = torch.cuda.get_device_properties(0)
     record = {
         "what": "us a layer: [median, lowest, highest] of five interleaved repeats; bf16, head_dim 128, page_size 16. "
         "auto is the planner's choice; stock is MultiLevelCascadeAttentionWrapper with every shared node a group, on "
         "fa2 or on the backend it chooses itself (default)",
-        "hardware": {"gpu": properties.name, "num_sms": properties.multi_processor_count},
-        "versions": {"flashinfer": flashinfer.__version__, "torch": torch.__version__, "cuda": torch.version.cuda},
-        "commit": arguments.commit,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **describe_machine(arguments.commit),
         "results": [],
     }
     pool = KvPool(arguments.pool_gb * 10**9, torch.bfloat16, torch.device("cuda"))
@@ -180,17 +172,8 @@ def losses(record, factor):
 
 def show(arguments):
     record = json.loads(RECORD.read_text())
-    document = DOCUMENT.read_text()
-    head, rest = document.split(BEGIN)
-    about = (
-        f"{record['hardware']['gpu']}, FlashInfer {record['versions']['flashinfer']}, torch "
-        f"{record['versions']['torch']}, {record['date']}, commit {record['commit']}; microseconds a layer."
-    )
-    fresh = f"{head}{BEGIN}\n{about}\n\n{table(record)}\n{END}{rest.split(END)[1]}"
-    if arguments.write:
-        DOCUMENT.write_text(fresh)
-    elif fresh != document:
-        sys.exit(f"{DOCUMENT.relative_to(ROOT)} is stale: run python scripts/bench_gpu.py --write")
+    text = f"{machine_line(record)}; microseconds a layer.\n\n{table(record)}"
+    put_table(DOCUMENT, "scripts/bench_gpu.py", text, write=arguments.write)
 
 
 def main():
@@ -207,9 +190,6 @@ def main():
     parser.add_argument("--commit", help="of the code that is measured; git's HEAD by default")
     arguments = parser.parse_args()
     if arguments.json:
-        if not arguments.commit:
-            git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-            arguments.commit = git.stdout.strip() or "unknown"
         run(arguments)
     elif arguments.write or arguments.check:
         show(arguments)

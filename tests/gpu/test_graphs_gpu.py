@@ -78,21 +78,25 @@ def attention_pool(cfg, device, cache, **arguments):
     return pool, runtime
 
 
-@pytest.mark.parametrize("policy", [PlannerPolicy(), CASCADES], ids=["auto", "levels"])
-@pytest.mark.parametrize("kv", KV)
-def test_random_traffic_in_decode(kv, policy, device):
+# What the planner chooses for fp16 would compile more modules.
+CASES = [("bf16", "auto"), ("bf16", "levels"), ("fp16", "levels"), ("e4m3", "auto"), ("e4m3", "levels")]
+POLICIES = {"auto": PlannerPolicy(), "levels": CASCADES}
+
+
+@pytest.mark.parametrize(("kv", "policy"), CASES)
+def test_random_traffic_in_decode(kv, policy, device, with_backends):
     cfg = config(**KV[kv])
     options = {"k_scale": 0.5, "v_scale": 0.25} if kv == "e4m3" else {}
     cache = make_kv_cache(cfg, NUM_PAGES, device=device, **options)
     pool, runtime = attention_pool(cfg, device, cache, batch_sizes=[4, 16, 48], options=options)
-    planner = CascadePlanner(cfg, policy)
+    planner = CascadePlanner(cfg, POLICIES[policy])
     seen = []
     for number, batch in enumerate(batches_of(48, num=10, cfg=cfg) + batches_of(4, seed=1, num=4, cfg=cfg)):
         q = make_q(cfg, batch.num_rows, seed=number, device=device)
         plan = planner.plan(*batch, capacity=pool.capacity(batch.num_rows))
         out = pool.replay(plan, q=q).clone()
         check(cfg, cache, q, batch, out, **options)
-        runtime.load(plan)
+        runtime.load(plan if kv != "fp16" else with_backends(plan, "fa2"))
         check(cfg, cache, q, batch, runtime.run(q, cache, **options), **options)
         seen.append((plan, q, out))
     for plan, q, out in reversed(seen):
@@ -102,23 +106,22 @@ def test_random_traffic_in_decode(kv, policy, device):
     assert not pool.stats.eager
 
 
-@pytest.mark.parametrize("policy", [PlannerPolicy(), CASCADES], ids=["auto", "levels"])
-@pytest.mark.parametrize("kv", KV)
-def test_random_traffic_with_appends(kv, policy, device):
+@pytest.mark.parametrize(("kv", "policy"), CASES)
+def test_random_traffic_with_appends(kv, policy, device, with_backends):
     cfg = config(**KV[kv])
     cache = make_kv_cache(cfg, NUM_PAGES, device=device)
     fa2 = [GraphShape((), ("fa2",)), GraphShape(("fa2", "fa2_uncut"), ("fa2",))]
     pool, runtime = attention_pool(
         cfg, device, cache, token_sizes=[32, 128, 512], max_requests=24, shapes=None if kv == "bf16" else fa2
     )
-    planner = CascadePlanner(cfg, policy)
+    planner = CascadePlanner(cfg, POLICIES[policy])
     seen = []
     for number, batch in enumerate(batches_of(20, 40, num=10, cfg=cfg) + batches_of(3, 9, seed=1, num=4, cfg=cfg)):
         q = make_q(cfg, batch.num_rows, seed=number, device=device)
         plan = planner.plan(*batch, capacity=pool.capacity(batch.num_rows, len(batch.seq_lens)))
         out = pool.replay(plan, q=q).clone()
         check(cfg, cache, q, batch, out)
-        runtime.load(plan)
+        runtime.load(plan if kv != "fp16" else with_backends(plan, "fa2"))
         check(cfg, cache, q, batch, runtime.run(q, cache))
         seen.append((plan, q, out))
     for plan, q, out in reversed(seen):
@@ -159,10 +162,11 @@ def test_shapes(shape, device, kernels):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = state.run(q, cache, out=out, return_lse=not stock)
-    # Alternating with a batch that shares, and one that does not.
+    # One shares nothing, one as deep as the shape goes.
     alone = RandomBatch([[r, 100 + r] for r in range(40)], [32] * 40, [1] * 40)
+    chain = RandomBatch([[*range(d), 50 + d] for d in range(9)], [16 * d + 3 for d in range(9)], [1] * 9)
     seen = []
-    for number, batch in enumerate([*batches_of(40, seed=2), alone, *batches_of(40, seed=3, num=4)]):
+    for number, batch in enumerate([*batches_of(40, seed=2), alone, chain, *batches_of(40, seed=3, num=4)]):
         plan = CascadePlanner(CFG, CASCADES).plan(*batch, capacity=state.capacity)
         q.fill_(math.nan)
         q[: batch.num_rows] = make_q(CFG, batch.num_rows, seed=number, device=device)
