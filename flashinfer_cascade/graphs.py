@@ -68,6 +68,8 @@ class GraphPool:
         self._written = 0  # rows of the static inputs that may hold other values than those of padding
         self._captured: dict[Bucket, list[_Captured]] = {}
         self._stream: torch.cuda.Stream | None = None
+        # One stream for all captures: memory that one graph leaves is another's on the same stream only.
+        self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
         self._memory_pool = torch.cuda.graph_pool_handle() if runtime.device.type == "cuda" else None
         self.stats = PoolStats()
         self.memory_bytes = 0
@@ -223,8 +225,8 @@ class GraphPool:
                 progress.advance(task)
 
     def _capture_one(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        device = self._runtime.device
-        side = torch.cuda.Stream(device)
+        device, side = self._runtime.device, self._side
+        assert side is not None
         side.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.stream(side):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flashinfer_cascade import CascadePlanner, CascadeRuntime, PlannerPolicy, capture_cuda_graphs
+from flashinfer_cascade import CascadeConfig, CascadePlanner, CascadeRuntime, PlannerPolicy, capture_cuda_graphs
 from flashinfer_cascade.bench.records import describe_machine, machine_line, put_table
 from flashinfer_cascade.bench.workloads import IRREGULAR, grid, irregular
 
@@ -35,6 +35,10 @@ LAYERS, HIDDEN, INNER, VOCABULARY = 8, 4096, 14336, 32000
 
 def workload(name):
     return irregular(name) if name in IRREGULAR else grid([name])[0]
+
+
+def config_of(work, **changes):
+    return CascadeConfig(**(work.config().model_dump() | changes))
 
 
 def median_us(call, times=60):
@@ -59,7 +63,7 @@ def measure_attention(name, pool):
 
     work = workload(name)
     rows = next(size for size in BUCKETS if size >= work.num_rows)
-    config = work.config(max_batch_size=rows)
+    config = config_of(work, max_batch_size=rows, max_num_rows=rows)
     caches = pool.caches(config, work.num_pages)
     q = torch.randn(rows, config.num_qo_heads, 128, device="cuda", dtype=torch.bfloat16)
     planner = CascadePlanner(config)
@@ -209,8 +213,10 @@ def measure_model(names, deadline):
     rows = max(work.num_rows for work in works.values())
     buckets = [size for size in BUCKETS if any(size // 2 < work.num_rows <= size for work in works.values())]
     pages = max(work.num_pages for work in works.values()) + 1
-    config = next(iter(works.values())).config(
+    config = config_of(
+        next(iter(works.values())),
         max_batch_size=max(buckets),
+        max_num_rows=max(buckets),
         max_kv_pages=pages,
         max_kv_indices=max(int((-(-work.seq_lens // 16)).sum()) for work in works.values()),
     )

@@ -70,7 +70,7 @@ def check_plan(config: CascadeConfig, plan: object) -> None:
     """
     if not isinstance(plan, CascadePlan):
         raise InvalidBatchError(f"load takes a CascadePlan, not a {type(plan).__name__}: call planner.plan first")
-    if plan.config != config:
+    if plan.config is not config and plan.config != config:
         theirs, ours = plan.config.model_dump(), config.model_dump()
         differing = ", ".join(f"{name}={theirs[name]!r}" for name in ours if theirs[name] != ours[name])
         raise InvalidBatchError(

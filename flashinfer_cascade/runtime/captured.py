@@ -152,7 +152,7 @@ class CapturedLaunch:
         self._module = wrapper._cached_module
         self._info: list[int] | None = None
         self._schedule: UncutSchedule | None = None
-        if spec.backend in ("decode", "fa2_uncut") and spec.is_by_row:
+        if spec.is_fixed:
             # The same for every batch, once FlashInfer plans it as it would without a graph.
             size = int_workspace_bytes(config, spec, num_sms)
             on_device = torch.zeros(size, dtype=torch.uint8, device=workspace.device)

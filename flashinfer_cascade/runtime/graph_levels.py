@@ -134,7 +134,7 @@ class Layout(NamedTuple):
             (take(s.num_slots + 1), take(s.num_slots + 1), take(s.num_slots), take(s.num_slots)) for s in specs
         )
         schedules = tuple(
-            take(UncutSchedule(config, s).num_entries if s.backend == "fa2_uncut" and not s.is_by_row else 0)
+            take(UncutSchedule(config, s).num_entries if s.backend == "fa2_uncut" and not s.is_fixed else 0)
             for s in specs
         )
         return cls(row_map, active, groups, schedules, at)

@@ -129,27 +129,33 @@ AnyShape = GraphShape | StockShape
 
 def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: bool) -> list[GraphShape]:
     """What is captured for a bucket unless told otherwise; docs/cuda_graphs.md says what each is worth."""
-    fa2: Backend = "fa2" if _may_cut(config, bucket, num_sms) else "fa2_uncut"
-    own: list[Backend] = [fa2]
-    if _may_decode(config, bucket) and _decode_never_cuts(config, bucket, num_sms):
-        own.append("decode")
-    is_wide = bucket.num_rows * config.group_size >= MIN_FA3_ROWS
+    is_small = _may_cut(config, bucket, num_sms)
     fa3_runs = has_fa3 and config.kv_dtype == config.dtype and config.head_dim <= 128 and config.window_left < 0
-    shared: list[tuple[Backend, ...]] = [()]
+    shared: list[tuple[Backend, ...]] = []
+    own: list[Backend] = ["fa2_uncut"]
     if bucket.num_requests > 1:
-        shared += [("fa2", "fa2_uncut"), ("fa2_uncut", "fa2_uncut")]
-        if is_wide and fa3_runs:
+        shared.append(("fa2", "fa2_uncut"))
+        if not is_small:
+            shared.append(("fa2_uncut", "fa2_uncut"))
+        if fa3_runs and bucket.num_rows * config.group_size >= MIN_FA3_ROWS:
             shared.append(("fa3", "fa2_uncut"))
+    if is_small:
+        own.insert(0, "fa2")
+    elif _may_decode(config, bucket) and _decode_never_cuts(config, bucket, num_sms):
+        own.append("decode")
     if bucket.kind == "append" and fa3_runs:
         own.append("fa3")
-    return [GraphShape(levels, (kernel,)) for levels in shared for kernel in own]
+    # A request's whole context is seldom so short that cutting does not pay, where blocks are few.
+    flat = [kernel for kernel in own if not (is_small and kernel == "fa2_uncut")]
+    return [GraphShape((), (kernel,)) for kernel in flat] + [
+        GraphShape(levels, (kernel,)) for levels in shared for kernel in own
+    ]
 
 
 def one_for_all(config: CascadeConfig, bucket: Bucket, num_sms: int) -> GraphShape:
     """One shape that takes any plan: for engines with one graph for each batch size."""
-    shapes = default_shapes(config, bucket, num_sms, has_fa3=False)
-    own = tuple(dict.fromkeys(kernel for shape in shapes for kernel in shape.own))
-    return GraphShape(("fa2", "fa2_uncut"), own)
+    flat = [shape for shape in default_shapes(config, bucket, num_sms, has_fa3=False) if not shape.shared]
+    return GraphShape(("fa2", "fa2_uncut"), tuple(kernel for shape in flat for kernel in shape.own))
 
 
 class LaunchSpec(NamedTuple):
@@ -158,7 +164,8 @@ class LaunchSpec(NamedTuple):
     Attributes:
         backend: its kernel.
         is_shared: whether it holds a shared level.
-        is_by_row: whether its groups are always the rows, one by one.
+        is_by_row: whether its groups are the rows, one by one.
+        is_fixed: whether its schedule is the same for all plans.
         num_rows: of the bucket.
         num_slots: groups, idle ones included.
         planned_rows: rows that FlashInfer is told of, at least num_rows: where it plans the launch, it picks the tile
@@ -171,6 +178,7 @@ class LaunchSpec(NamedTuple):
     backend: Backend
     is_shared: bool
     is_by_row: bool
+    is_fixed: bool
     num_rows: int
     num_slots: int
     planned_rows: int
@@ -180,9 +188,20 @@ class LaunchSpec(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: CascadeConfig, backend: Backend, bucket: Bucket, is_shared: bool, num_slots: int, tile: int
+        cls,
+        config: CascadeConfig,
+        backend: Backend,
+        bucket: Bucket,
+        num_slots: int,
+        tile: int,
+        *,
+        is_shared: bool,
+        is_only: bool = False,
     ) -> LaunchSpec:
-        """A launch of so many groups on a tile that FlashInfer can be brought to choose."""
+        """A launch of so many groups on a tile that FlashInfer can be brought to choose.
+
+        `is_only` says that no other launch may run the requests' own KV in its place.
+        """
         rows, group = bucket.num_rows, config.group_size
         # FlashInfer expects one group with all rows that the others leave: told of more, it takes a larger tile.
         planned = rows
@@ -191,7 +210,8 @@ class LaunchSpec(NamedTuple):
         blocks = -(-planned * (1 if backend == "fa3" else group) // tile) + num_slots - 1
         by_row = bucket.kind == "decode" and not is_shared
         causal = bucket.kind == "append" and not is_shared
-        return cls(backend, is_shared, by_row, rows, num_slots, planned, tile, blocks, causal)
+        fixed = by_row and (backend == "decode" or (backend == "fa2_uncut" and is_only))
+        return cls(backend, is_shared, by_row, fixed, rows, num_slots, planned, tile, blocks, causal)
 
 
 def fa2_tile(config: CascadeConfig, rows: int) -> int:
@@ -217,10 +237,10 @@ def launch_specs(config: CascadeConfig, bucket: Bucket, shape: GraphShape, num_s
         if backend == "fa2_uncut":
             # Its larger tile gains little where blocks are all busy, and loses by half where some idle.
             tile = min(tile, TILES[1])
-        # As many groups as FlashInfer would use this tile for, were it free to choose.
-        fewest = -(-rows * group // (TILES[TILES.index(tile) - 1] if tile > TILES[0] else 1))
-        slots = min(groups, max(MIN_SLOTS, fewest))
-        specs.append(LaunchSpec.of(config, backend, bucket, True, slots, tile))
+        # Were it free to choose, FlashInfer would use its smallest tile for more groups than these: there are hardly
+        # ever so many, since a node has at least two requests.
+        slots = min(groups, max(MIN_SLOTS, -(-rows * group // TILES[0])))
+        specs.append(LaunchSpec.of(config, backend, bucket, slots, tile, is_shared=True))
     for backend in shape.own:
         if backend == "decode":
             if not _may_decode(config, bucket):
@@ -234,7 +254,9 @@ def launch_specs(config: CascadeConfig, bucket: Bucket, shape: GraphShape, num_s
                     "which a graph cannot; add fa2 to own"
                 )
         tile = fa2_tile(config, 1 if bucket.kind == "decode" else rows - groups + 1)
-        specs.append(LaunchSpec.of(config, backend, bucket, False, groups, TILES[2] if backend == "fa3" else tile))
+        tile = TILES[2] if backend == "fa3" else tile
+        is_only = len(shape.own) == 1
+        specs.append(LaunchSpec.of(config, backend, bucket, groups, tile, is_shared=False, is_only=is_only))
     return specs
 
 

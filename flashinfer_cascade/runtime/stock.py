@@ -117,7 +117,7 @@ class CapturedStock:
             num_slots=max(shared - 1, 0),  # rows of padding may need one
         )
         specs = [
-            LaunchSpec.of(config, "fa2", bucket, False, slots, fa2_tile(config, bucket.num_rows - slots + 1))
+            LaunchSpec.of(config, "fa2", bucket, slots, fa2_tile(config, bucket.num_rows - slots + 1), is_shared=False)
             for slots in self._slots
         ]
         workspace_bytes = max(graph_workspace_bytes(config, spec, num_sms) for spec in specs)
