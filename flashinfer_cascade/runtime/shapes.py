@@ -29,6 +29,10 @@ from flashinfer_cascade.plan import CascadePlan, Level
 MIN_SLOTS = 4
 """Groups that a launch for a shared level takes at least, where the bucket has so many."""
 
+MAX_NARROW_CUT_ROWS = 256
+"""Rows of a decode bucket up to which shared levels with cut KV run on tiles of 64: FlashInfer takes that tile only for
+so many groups that its workspace grows with the rows, 270 kB each at 32 query heads of 128."""
+
 MIN_FA3_ROWS = 512
 """Query rows times group size below which no shape with fa3 is captured by default."""
 
@@ -206,7 +210,8 @@ class LaunchSpec(NamedTuple):
         # FlashInfer expects one group with all rows that the others leave: told of more, it takes a larger tile.
         planned = rows
         if is_shared and backend == "fa2":
-            planned = max(rows, num_slots + TILES[1] // group if tile == TILES[2] else num_slots - 1 + tile // group)
+            alone = TILES[1] // group + 1 if tile == TILES[2] else max(tile // group, 1)
+            planned = max(rows, num_slots - 1 + alone)
         blocks = -(-planned * (1 if backend == "fa3" else group) // tile) + num_slots - 1
         by_row = bucket.kind == "decode" and not is_shared
         causal = bucket.kind == "append" and not is_shared
@@ -233,13 +238,16 @@ def launch_specs(config: CascadeConfig, bucket: Bucket, shape: GraphShape, num_s
         raise UnsupportedError(f"{shape}: fa3 takes KV of q's dtype and no window; use fa2 or fa2_uncut")
     specs = []
     for backend in shape.shared:
-        tile = TILES[2] if backend == "fa3" else fa2_tile(config, rows)
-        if backend == "fa2_uncut":
-            # Its larger tile gains little where blocks are all busy, and loses by half where some idle.
-            tile = min(tile, TILES[1])
         # Were it free to choose, FlashInfer would use its smallest tile for more groups than these: there are hardly
         # ever so many, since a node has at least two requests.
         slots = min(groups, max(MIN_SLOTS, -(-rows * group // TILES[0])))
+        tile = TILES[2] if backend == "fa3" else fa2_tile(config, rows)
+        is_narrow = bucket.kind == "decode" and rows <= MAX_NARROW_CUT_ROWS and group <= TILES[1]
+        if tile == TILES[2] and (backend == "fa2_uncut" or (backend == "fa2" and is_narrow)):
+            # The larger tile gains little where blocks are all busy, and loses by half where some idle.
+            tile = TILES[1]
+            if backend == "fa2":  # so many that FlashInfer takes this tile
+                slots = max(slots, rows + 1 - TILES[1] // group)
         specs.append(LaunchSpec.of(config, backend, bucket, slots, tile, is_shared=True))
     for backend in shape.own:
         if backend == "decode":
