@@ -55,7 +55,7 @@ def test_default_launches_are_ones_that_flashinfer_plans_so(heads, changes):
                 if spec.backend == "fa3":
                     assert cfg.kv_dtype == cfg.dtype
                     assert cfg.window_left < 0
-                assert float_workspace_bytes(cfg, spec, SMS) < 2**30
+                assert float_workspace_bytes(cfg, spec, SMS) < 2**31
                 assert int_workspace_bytes(cfg, spec, SMS) < 2**25
 
 
