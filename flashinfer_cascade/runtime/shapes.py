@@ -308,9 +308,9 @@ class Laid(NamedTuple):
     level_of: tuple[int | None, ...]
 
 
-IDLE, OTHER_KERNEL, OTHER_CUT = 1, 1, 4
-"""Distances: a launch without a level; a level on another kernel; on one that differs in whether it cuts KV, or in the
-own KV's kernel."""
+IDLE, IDLE_CUT, OTHER_KERNEL, OTHER_CUT = 1, 2, 1, 4
+"""Distances: a launch without a level, and one that would merge cut KV; a level on another kernel; on one that differs in
+whether it cuts KV, or in the own KV's kernel."""
 
 
 def fit(
@@ -342,7 +342,8 @@ def fit(
     for chosen in itertools.combinations(range(len(shape.shared)), num_shared):
         if any(count > specs[at].num_slots for count, at in zip(groups, chosen, strict=True)):
             continue
-        distance = IDLE * (len(shape.shared) - num_shared)
+        idle = (backend for at, backend in enumerate(shape.shared) if at not in chosen)
+        distance = sum(IDLE_CUT if backend == "fa2" else IDLE for backend in idle)
         for at, backend in zip(chosen, wanted, strict=False):
             ours = shape.shared[at]
             if ours != backend:

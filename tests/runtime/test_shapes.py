@@ -119,14 +119,14 @@ SHAPE = GraphShape(("fa2", "fa2_uncut", "fa3"), ("fa2_uncut", "decode"))
 @pytest.mark.parametrize(
     ("backends", "level_of", "distance"),
     [
-        (["decode"], (None, None, None, None, 0), 4),
-        (["fa2"], (None, None, None, 0, None), 5),
+        (["decode"], (None, None, None, None, 0), 5),
+        (["fa2"], (None, None, None, 0, None), 6),
         (["fa2", "fa2_uncut"], (0, None, None, 1, None), 3),
-        (["fa2_uncut", "decode"], (None, 0, None, None, 1), 3),
-        (["fa3", "decode"], (None, None, 0, None, 1), 3),
+        (["fa2_uncut", "decode"], (None, 0, None, None, 1), 4),
+        (["fa3", "decode"], (None, None, 0, None, 1), 4),
         (["fa2", "fa3", "decode"], (0, None, 1, None, 2), 2),
         (["fa2", "fa2_uncut", "fa3", "decode"], (0, 1, 2, None, 3), 1),
-        (["fa3", "fa3", "decode"], (None, 0, 1, None, 2), 3),
+        (["fa3", "fa3", "decode"], (None, 0, 1, None, 2), 4),
     ],
 )
 def test_levels_go_to_the_launches_most_like_them(backends, level_of, distance):
