@@ -244,7 +244,10 @@ class CostModel:
         p = self.profile
         best = [self.best_launch(launch) for launch in self.level_launches(shape, cut)]
         row_heads = int(shape.row_indptr[-1]) * self.row_heads_at_128 * len(best)
-        us = sum(us for us, _ in best) + p.merge_us + row_heads * p.merge_row_ns * 1e-3
+        us = 0.0  # added up in order: sum() compensates for rounding in some versions of Python
+        for launch_us, _ in best:
+            us += launch_us
+        us += p.merge_us + row_heads * p.merge_row_ns * 1e-3
         return us, tuple(backend for _, backend in best)
 
     def decode_us(self, launch: Launch) -> float:
@@ -336,5 +339,6 @@ class CostModel:
 
 def _longer(a: float, b: float) -> float:
     """The longer of two times that overlap imperfectly: their 4-norm."""
-    # Square roots are exact to the last bit on every processor; other powers are not.
-    return math.sqrt(math.sqrt(a**4 + b**4))
+    # Products and square roots are exact to the last bit on every processor; powers are not.
+    a, b = a * a, b * b
+    return math.sqrt(math.sqrt(a * a + b * b))

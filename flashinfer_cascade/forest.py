@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flashinfer_cascade.batch import INDEX_SLACK, Batch
+from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges, run_lengths, run_starts
+from flashinfer_cascade.pages import INDEX_SLACK
 
 FIRST_WINDOW = 32
 """Pages compared at once when a node's run is measured; grows fourfold up to INDEX_SLACK."""
@@ -66,7 +67,7 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         requests: int64[n], ascending: plan these alone; None is all.
     """
     order = np.arange(batch.num_requests) if requests is None else requests.copy()
-    starts, limits = batch.kv_indptr[:-1], batch.shareable_pages()
+    starts, limits = batch.page_begin, batch.shareable_pages()
     count = len(order)
     tail_node = np.full(count, -1, np.int64)
     tail_begin = np.zeros(count, np.int64)
@@ -99,7 +100,7 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         members = members[in_shared]
         run = _common_run(batch, starts[members], limits[members], depth, size)
         ids = np.arange(num_nodes, num_nodes + len(begin))
-        first_page = batch.kv_indices[starts[order[begin]] + depth]
+        first_page = batch.pages.ids[starts[order[begin]] + depth]
         found.append(np.stack((parent, np.full(len(begin), level), begin, begin + size, depth, run, first_page)))
         num_nodes += len(begin)
         depth, parent = depth + run, ids
@@ -120,7 +121,7 @@ def _label_by_next_page(
     A request without a next shareable page stands alone.
     """
     at = depth[group]
-    page = batch.kv_indices[batch.kv_indptr[members] + at].astype(np.int64)
+    page = batch.pages.ids[batch.page_begin[members] + at].astype(np.int64)
     key = np.where(at >= limits[members], -1 - members, (group << 32) | page)
     by_key = key.argsort(kind="stable")
     key = key[by_key]
@@ -146,7 +147,7 @@ def _common_run(
     window = FIRST_WINDOW
     while True:
         width = min(window, int((room - run)[live].max()))
-        pages = _windows(batch.kv_indices, width)[at]
+        pages = _windows(batch.pages.ids, width)[at]
         # Pages on which each member agrees with the next one; the last of a group has no next one.
         differs = pages[1:] != pages[:-1]
         where = differs.argmax(axis=1)

@@ -11,13 +11,10 @@ import numpy as np
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.cost import Backend, PartShape
-from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
+from flashinfer_cascade.csr import Int64Array, indptr, ranges
 from flashinfer_cascade.fold import Cut
 from flashinfer_cascade.forest import PrefixForest
 from flashinfer_cascade.plan import CascadePlan, Executor, PartName, PlanPart
-
-SLICE_COPY_PAGES = 24
-"""Runs longer than this on average are copied one by one rather than gathered page by page."""
 
 _structure_ids = itertools.count(1)
 
@@ -43,6 +40,15 @@ class Choice:
     def order(self) -> Int64Array:
         """Requests in the order of the plan: the forest's where it matters, the batch's own when flat."""
         return self.forest.order if self.cut.kept.any() else np.sort(self.forest.order)
+
+    def same_as(self, other: Choice) -> bool:
+        """Whether it comes to the same plan as another choice on the same forest."""
+        return (
+            self.executor == other.executor
+            and self.backends == other.backends
+            and self.cut.num_levels == other.cut.num_levels
+            and bool((self.cut.kept == other.cut.kept).all())
+        )
 
 
 def lay_out(config: CascadeConfig, batch: Batch, choices: list[Choice]) -> CascadePlan:
@@ -95,8 +101,9 @@ def lay_out(config: CascadeConfig, batch: Batch, choices: list[Choice]) -> Casca
         qo_indptr=qo_indptr.astype(np.int32),
         seg_row_begin=row_begin.astype(np.int32),
         seg_num_rows=num_rows.astype(np.int32),
-        seg_page_indptr=indptr(page_counts).astype(np.int32),
-        seg_pages=_gather_runs(batch, page_from, page_counts),
+        pages=batch.pages,
+        seg_page_begin=page_from.astype(np.int32),
+        seg_num_pages=page_counts.astype(np.int32),
         seg_kv_start=kv_start.astype(np.int32),
         seg_kv_len=kv_len.astype(np.int32),
         seg_level=level.astype(np.int32),
@@ -124,8 +131,8 @@ def _segments(batch: Batch, choice: Choice, qo_indptr: Int64Array) -> _Segments:
     begin, end = forest.begin[nodes], forest.end[nodes]
     node_start = cut.node_start[nodes]
     node_pages = forest.page_begin[nodes] + forest.num_pages[nodes] - node_start
-    table = batch.kv_indptr[order]
-    own_pages = batch.kv_indptr[order + 1] - table - cut.tail_start
+    table = batch.page_begin[order]
+    own_pages = batch.page_counts[order] - cut.tail_start
     return _Segments(
         row_begin=np.concatenate((qo_indptr[begin], qo_indptr[:-1])),
         num_rows=np.concatenate((qo_indptr[end] - qo_indptr[begin], qo_indptr[1:] - qo_indptr[:-1])),
@@ -135,13 +142,3 @@ def _segments(batch: Batch, choice: Choice, qo_indptr: Int64Array) -> _Segments:
         kv_len=np.concatenate((node_pages * page, batch.seq_lens[order] - cut.tail_start * page)),
         level=np.concatenate((cut.node_level[nodes], np.full(len(own_pages), cut.num_levels - 1))),
     )
-
-
-def _gather_runs(batch: Batch, starts: Int64Array, counts: Int64Array) -> Int32Array:
-    """Concatenate ``kv_indices[start:start + count]`` over all pairs."""
-    pages, ends = batch.kv_indices, starts + counts
-    if starts[0] == 0 and (starts[1:] == ends[:-1]).all():
-        return pages[: ends[-1]]
-    if counts.sum() > SLICE_COPY_PAGES * len(starts):
-        return np.concatenate([pages[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
-    return pages[ranges(starts, counts)]

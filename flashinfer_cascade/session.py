@@ -1,0 +1,435 @@
+"""Planning in a decode loop: a session is told what changes, and a plan costs what changed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashinfer_cascade.batch import Batch, check_num_indices, check_num_rows, id_vector, query_lens
+from flashinfer_cascade.capacity import PlanCapacity
+from flashinfer_cascade.choose import Chooser
+from flashinfer_cascade.config import MAX_INT32
+from flashinfer_cascade.csr import Int32Array, Int64Array
+from flashinfer_cascade.errors import CapacityError, InvalidBatchError
+from flashinfer_cascade.pages import PagePool
+from flashinfer_cascade.plan import CascadePlan
+from flashinfer_cascade.sharing import Sharing
+from flashinfer_cascade.steady import Steady
+
+ENDLESS = np.iinfo(np.int64).max
+
+
+class PlanSession:
+    """The live requests of one engine, planned step by step; made by `CascadePlanner.session`.
+
+    A plan of a session equals the one-shot plan of the same tables, lengths and order of requests. The order is that in
+    which requests were added; `remove` keeps it for the others, and `reorder` sets it. Ids are anything hashable.
+
+    A call that raises leaves the session as it was. A session is for one thread at a time, apart from what `plan_async`
+    says.
+    """
+
+    def __init__(self, chooser: Chooser) -> None:
+        self._config, self._chooser = chooser.config, chooser
+        self._slots: dict[Hashable, int] = {}  # slot of each request, in the order of the batch
+        self._free: list[int] = []
+        self._pool, self._sharing = PagePool(), Sharing()
+        # By slot. Slots of no request, and for `_grows` those of padding too, hold what makes steps pass them by.
+        self._seq_lens = np.zeros(0, np.int64)
+        self._grows = np.zeros(0, np.int64)  # tokens that a step adds: 1, or 0
+        self._space = np.zeros(0, np.int64)  # tokens that the pages hold
+        self._computed = np.zeros(0, np.int64)  # tokens that no row of the next plan is for
+        self._last_rows = np.zeros(0, np.int64)  # rows in the last plan
+        self._order: Int64Array | None = None  # the values of `_slots`
+        self._num_steps = 0  # whole-batch steps since the last plan
+        self._changed = True  # anything else since then
+        self._steady: Steady | None = None
+        self._plan: CascadePlan | None = None
+        self._capacity: PlanCapacity | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._pending: Future[CascadePlan] | None = None
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, id: Hashable) -> bool:
+        return id in self._slots
+
+    @property
+    def ids(self) -> list[Hashable]:
+        """The live requests, in the order of the batch."""
+        return list(self._slots)
+
+    def seq_len(self, id: Hashable) -> int:
+        """KV tokens of a request."""
+        self._settle()
+        return int(self._seq_lens[self._slot(id)])
+
+    def block_table(self, id: Hashable) -> Int32Array:
+        """The pages of a request: int32[num_pages], CPU, read-only."""
+        self._settle()
+        return self._pool.table(self._slot(id))
+
+    def add(self, id: Hashable, pages: Any, seq_len: int, *, computed_len: int = 0) -> None:
+        """Take in a request, behind the others.
+
+        Args:
+            id: its name.
+            pages: int[>= ceil(seq_len / page_size)], its block table without padding; arrays are taken much faster
+                than lists. Pages that `seq_len` does not need yet are for later tokens.
+            seq_len: KV tokens, with those whose rows are in the next plan; 0 is a padding request, which `step`
+                passes by.
+            computed_len: leading tokens whose KV is in the cache already; the others are rows of the next plan.
+
+        Raises:
+            InvalidBatchError: the id is taken, or a value is wrong.
+            CapacityError: there are max_batch_size requests already.
+        """
+        self._settle()
+        self._check_new(id)
+        length = _integer("seq_len", seq_len, 0, MAX_INT32)
+        computed = _integer("computed_len", computed_len, 0, max(length - 1, 0))
+        table = self._pages("pages", pages)
+        self._check_enough(id, length, len(table))
+        self._enter(id, table, length, computed, 1)
+
+    def fork(self, id: Hashable, new_id: Hashable) -> None:
+        """Take in a copy of a request, behind the others: one more sample or beam.
+
+        Both then hold the same pages. Unless the last one is full, give one of them a page of its own there
+        (`replace_page`) before their next tokens are written.
+
+        Raises:
+            InvalidBatchError: `id` is not in the session, or `new_id` is.
+            CapacityError: there are max_batch_size requests already.
+        """
+        self._settle()
+        slot = self._slot(id)
+        self._check_new(new_id)
+        lens = int(self._seq_lens[slot]), int(self._computed[slot]), int(self._last_rows[slot])
+        self._enter(new_id, self._pool.table(slot), *lens)
+
+    def remove(self, id: Hashable) -> None:
+        """Let a request go; its id may be used again.
+
+        Raises:
+            InvalidBatchError: it is not in the session.
+        """
+        self._settle()
+        slot = self._slot(id)
+        del self._slots[id]
+        self._free.append(slot)
+        self._pool.drop(slot)
+        self._sharing.forget(slot)
+        self._seq_lens[slot] = self._grows[slot] = 0
+        self._space[slot] = ENDLESS
+        self._order, self._changed = None, True
+
+    def append(self, id: Hashable, num_tokens: int, new_pages: Any = ()) -> None:
+        """Add tokens to one request, as rows of the next plan: a chunk of a prompt, draft tokens.
+
+        Args:
+            id: the request.
+            num_tokens: how many; 0 adds pages alone.
+            new_pages: pages behind its last one, as many as the tokens need, or more.
+
+        Raises:
+            InvalidBatchError: the request is unknown, a value is wrong, or pages are missing.
+        """
+        self._settle()
+        slot = self._slot(id)
+        table = self._pages("new_pages", new_pages)
+        length = int(self._seq_lens[slot])
+        length += _integer("num_tokens", num_tokens, 0, MAX_INT32 - length)
+        self._check_enough(id, length, int(self._pool.count[slot]) + len(table))
+        self._pool.extend(slot, table)
+        self._set_length(slot, length)
+
+    def step(self, new_pages: Mapping[Hashable, int] | None = None, *, ids: Iterable[Hashable] | None = None) -> None:
+        """Add a token to every request, or to some: a decode step.
+
+        Args:
+            new_pages: a page behind the last one, for each request whose token needs one; others may get theirs early.
+            ids: the requests; None is all but padding.
+
+        Raises:
+            InvalidBatchError: a request is unknown or named twice, a page is out of range or missing.
+        """
+        self._settle()
+        given, pages = self._given(new_pages or {})
+        lens, space, page_size = self._seq_lens, self._space, self._config.page_size
+        if ids is not None:
+            slots = np.array([self._slot(id) for id in ids], np.int64)
+            if len(np.unique(slots)) != len(slots):
+                raise InvalidBatchError("ids names a request twice: a step adds one token to each")
+            full = slots[lens[slots] >= self._pool.count[slots] * page_size]
+        else:
+            full = (lens >= space).nonzero()[0]
+        if len(full):
+            self._check_given(full, given)
+        if len(given):
+            self._pool.extend_each(given, pages)
+            space[given] += self._grows[given] * page_size
+        if ids is None:
+            lens += self._grows
+            self._num_steps += 1
+        elif len(slots):
+            lens[slots] += 1
+            self._grows[slots] = 1
+            space[slots] = self._pool.count[slots] * page_size
+            self._changed = True
+
+    def truncate(self, id: Hashable, seq_len: int) -> None:
+        """Drop a request's last tokens (rejected drafts, preemption), and the pages that no token is left in.
+
+        Pages that the engine keeps for the request nevertheless are given again, with `append` or `step`.
+
+        Raises:
+            InvalidBatchError: the request is unknown, or shorter than `seq_len`.
+        """
+        self._settle()
+        slot = self._slot(id)
+        length = _integer("seq_len", seq_len, 0, int(self._seq_lens[slot]))
+        count = -(-length // self._config.page_size)
+        self._pool.cut(slot, count)
+        self._sharing.cut(slot, count)
+        self._computed[slot] = min(int(self._computed[slot]), length)
+        self._set_length(slot, length)
+
+    def replace_page(self, id: Hashable, index: int, page: int) -> None:
+        """Exchange one page of a request's table (copy-on-write), as the engine has copied its content.
+
+        Args:
+            id: the request.
+            index: which page of its table.
+            page: what is there from now on.
+
+        Raises:
+            InvalidBatchError: the request is unknown, or a value is out of range.
+        """
+        self._settle()
+        slot = self._slot(id)
+        index = _integer("index", index, 0, int(self._pool.count[slot]) - 1)
+        page = _integer("page", page, 0, self._config.max_kv_pages - 1)
+        if int(self._pool.table(slot)[index]) != page:
+            self._pool.replace(slot, index, page)
+            self._sharing.cut(slot, index)
+            self._changed = True
+
+    def reorder(self, ids: Iterable[Hashable]) -> None:
+        """Set the order of the batch.
+
+        Args:
+            ids: all live requests, each once.
+
+        Raises:
+            InvalidBatchError: these are not the live requests.
+        """
+        self._settle()
+        order = list(ids)
+        slots = {id: self._slot(id) for id in order}
+        if len(slots) != len(order) or len(slots) != len(self._slots):
+            raise InvalidBatchError(f"{len(order)} ids for {len(self._slots)} live requests: name each request once")
+        if order != list(self._slots):
+            self._slots = slots
+            self._sharing.reorder()
+            self._order, self._changed = None, True
+
+    def plan(self, qo_lens: Any = None, *, capacity: PlanCapacity | None = None) -> CascadePlan:
+        """Plan the batch as it is.
+
+        Args:
+            qo_lens: int[num_requests], query rows of each request, in the order of the batch; None takes the tokens
+                that it got since the last plan. One that got none keeps the rows that it had there (one if it was in
+                none), so that a batch may be planned again after requests left.
+            capacity: what the plan must fit into, as in `CascadePlanner.plan`.
+
+        Raises:
+            InvalidBatchError: there is no request, or `qo_lens` contradicts their lengths.
+            UnsupportedError: the policy forces a cascade that a sliding window makes wrong.
+            CapacityError: more rows or page ids than the configuration reserves, or not even the flat plan fits.
+        """
+        self._settle()
+        return self._make_plan(qo_lens, capacity)
+
+    def plan_async(self, qo_lens: Any = None, *, capacity: PlanCapacity | None = None) -> Future[CascadePlan]:
+        """Plan in a worker thread, while this one does something else: launches the step before, say.
+
+        The session belongs to the worker until the plan is there; any other call waits for that. A plan is never
+        written to again, so earlier ones may be read all the while.
+
+        Returns:
+            A future: its ``result()`` is what `plan` returns, or raises.
+        """
+        self._settle()
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="flashinfer-cascade-plan")
+        self._pending = self._worker.submit(self._make_plan, qo_lens, capacity)
+        return self._pending
+
+    def _settle(self) -> None:
+        """Wait until the session is ours."""
+        if self._pending is not None:
+            self._pending.exception()  # waits; whoever holds the future sees the exception
+            self._pending = None
+
+    def _make_plan(self, qo_lens: Any, capacity: PlanCapacity | None) -> CascadePlan:
+        last = self._plan
+        if qo_lens is None and last is not None and not self._changed and capacity == self._capacity:
+            if self._num_steps == 0:
+                return last
+            if self._num_steps == 1 and self._steady is not None:
+                plan = self._steady.step(self._seq_lens, self._pool)
+                if plan is not None:
+                    return self._publish(plan)
+        return self._plan_anew(qo_lens, capacity)
+
+    def _publish(self, plan: CascadePlan) -> CascadePlan:
+        self._computed[:] = self._seq_lens
+        self._num_steps = 0
+        self._changed = False
+        self._plan = plan
+        return plan
+
+    def _plan_anew(self, qo_lens: Any, capacity: PlanCapacity | None) -> CascadePlan:
+        config = self._config
+        if not self._slots:
+            raise InvalidBatchError("the batch is empty: skip the step when no request is live")
+        if self._order is None:
+            self._order = np.fromiter(self._slots.values(), np.int64, len(self._slots))
+        slots = self._order
+        lens = self._seq_lens[slots]
+        if qo_lens is None:
+            rows = lens - self._computed[slots]
+            none = rows == 0
+            if none.any():
+                rows[none] = np.minimum(self._last_rows[slots], np.maximum(lens, 1))[none]
+            check_num_rows(config, int(rows.sum()))
+        else:
+            rows = query_lens(config, lens, qo_lens)
+        counts = -(-lens // config.page_size)
+        check_num_indices(config, int(counts.sum()))
+        batch = Batch(config.page_size, self._pool.view(), self._pool.begin[slots], counts, lens, rows)
+        names, part = self._chooser.parts(batch)
+        forests = self._sharing.forests(batch, slots, part)
+        groups = list(zip(names, forests, strict=True))
+        self._steady = None
+        plan, choices = self._chooser.plan(batch, groups, capacity)
+        if self._plan is not None:
+            plan = _share(plan, self._plan)
+        if choices is not None and int(rows.max()) == 1:
+            until = self._sharing.tokens_until_change(batch, slots)
+            self._steady = Steady(self._chooser, batch, groups, choices, plan, slots, until, capacity)
+        self._last_rows[slots] = rows
+        self._capacity = capacity
+        return self._publish(plan)
+
+    def _enter(self, id: Hashable, table: NDArray[Any], length: int, computed: int, last_rows: int) -> None:
+        """Give a request a slot."""
+        if not self._free:
+            self._more_slots()
+        slot = self._free.pop()
+        self._slots[id] = slot
+        self._pool.put(slot, table)
+        self._computed[slot], self._last_rows[slot] = computed, last_rows
+        self._set_length(slot, length)
+        self._order = None
+
+    def _set_length(self, slot: int, length: int) -> None:
+        self._seq_lens[slot] = length
+        self._grows[slot] = 1 if length else 0
+        self._space[slot] = int(self._pool.count[slot]) * self._config.page_size if length else ENDLESS
+        self._changed = True
+
+    def _more_slots(self) -> None:
+        old = len(self._seq_lens)
+        new = min(max(2 * old, 64), self._config.max_batch_size)
+        for name, fill in (("_seq_lens", 0), ("_grows", 0), ("_space", ENDLESS), ("_computed", 0), ("_last_rows", 1)):
+            values = np.full(new, fill, np.int64)
+            values[:old] = getattr(self, name)
+            setattr(self, name, values)
+        self._pool.resize(new)
+        self._sharing.resize(new)
+        self._free = list(range(new - 1, old - 1, -1))
+
+    def _slot(self, id: Hashable) -> int:
+        try:
+            return self._slots[id]
+        except (KeyError, TypeError):
+            raise InvalidBatchError(f"request {id!r} is not in the session: add it first") from None
+
+    def _check_new(self, id: Hashable) -> None:
+        if id in self._slots:
+            raise InvalidBatchError(f"request {id!r} is in the session already: remove it first, or use another id")
+        if len(self._slots) >= self._config.max_batch_size:
+            raise CapacityError(
+                f"{len(self._slots) + 1} requests exceed max_batch_size={self._config.max_batch_size}: "
+                "raise it in CascadeConfig or remove one first"
+            )
+
+    def _check_enough(self, id: Hashable, length: int, num_pages: int) -> None:
+        needed = -(-length // self._config.page_size)
+        if num_pages < needed:
+            raise InvalidBatchError(
+                f"request {id!r}: its table has {num_pages} pages, but {length} tokens need {needed} at "
+                f"page_size={self._config.page_size}: give the new pages too"
+            )
+
+    def _check_given(self, full: Int64Array, given: Int64Array) -> None:
+        missing = set(full.tolist()).difference(given.tolist())
+        if missing:
+            id = next(id for id, slot in self._slots.items() if slot in missing)
+            raise InvalidBatchError(
+                f"{len(missing)} requests need a page for this step that new_pages does not give, the first is {id!r}, "
+                f"at {self._seq_lens[self._slots[id]]} tokens: allocate the step's pages first"
+            )
+
+    def _given(self, new_pages: Mapping[Hashable, int]) -> tuple[Int64Array, NDArray[Any]]:
+        if not new_pages:
+            return _NONE, _NONE
+        slots = np.array([self._slot(id) for id in new_pages], np.int64)
+        return slots, self._pages("new_pages", list(new_pages.values()))
+
+    def _pages(self, name: str, pages: Any) -> NDArray[Any]:
+        return id_vector(name, pages, self._config.max_kv_pages)
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        out = operator.index(value)
+    except TypeError:
+        raise InvalidBatchError(f"{name} is {value!r}: give an integer") from None
+    if not low <= out <= high:
+        raise InvalidBatchError(f"{name}={out} is outside [{low}, {high}]")
+    return out
+
+
+def _share(plan: CascadePlan, last: CascadePlan) -> CascadePlan:
+    """The plan, with the structure of the last one where it is the same."""
+    same = (
+        plan.num_segments == last.num_segments
+        and [(p.name, p.executor, p.seg_end, p.backends) for p in plan.parts]
+        == [(p.name, p.executor, p.seg_end, p.backends) for p in last.parts]
+        and all(np.array_equal(getattr(plan, name), getattr(last, name)) for name in STRUCTURE)
+    )
+    if not same:
+        return plan
+    shared = {name: getattr(last, name) for name in STRUCTURE}
+    return replace(
+        plan, **shared, row_order=last.row_order, structure_id=last.structure_id, generation=last.generation + 1
+    )
+
+
+STRUCTURE = ("request_order", "qo_indptr", "seg_row_begin", "seg_num_rows", "seg_kv_start", "seg_level")
+"""Arrays of a plan that name its structure."""
