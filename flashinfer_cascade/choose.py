@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from flashinfer_cascade.errors import UnsupportedError
 from flashinfer_cascade.fold import Cut, best_cuts, cut_at, no_cut
 from flashinfer_cascade.forest import PrefixForest, build_forest
 from flashinfer_cascade.layout import Choice, lay_out
+from flashinfer_cascade.native import Rated, Rater, Status
 from flashinfer_cascade.plan import CascadePlan, Executor, PartName
 from flashinfer_cascade.profile import DeviceProfile
 
@@ -22,13 +24,30 @@ Groups = list[tuple[PartName, PrefixForest]]
 """The parts of a batch, each with all sharing among its requests."""
 
 
-class Chooser:
-    """Decides on batches of one configuration: a pure function of their forests and of rounded lengths."""
+NO_CASCADE = {
+    Status.NOTHING_PAYS: "every shared run is too small to pay for a level",
+    Status.NO_ROOM: "the capacity has no room for a shared segment",
+}
 
-    def __init__(self, config: CascadeConfig, policy: PlannerPolicy, profile: DeviceProfile) -> None:
+
+class Chooser:
+    """Decides on batches of one configuration: a pure function of their forests and of rounded lengths.
+
+    Args:
+        config: the attention and the limits.
+        policy: how to choose.
+        profile: the GPU.
+        core: decides faster, and the same; None is Python alone.
+    """
+
+    def __init__(
+        self, config: CascadeConfig, policy: PlannerPolicy, profile: DeviceProfile, core: CDLL | None = None
+    ) -> None:
         self.config = config
         self.policy = policy
         self._cost = CostModel(config, profile)
+        self.core = core
+        self._rater = None if core is None else Rater(core, self._cost, policy)
 
     def parts(self, batch: Batch) -> tuple[list[PartName], Int64Array]:
         """Names of the parts of a batch, and which of them each request is in: int64[num_requests]."""
@@ -83,46 +102,65 @@ class Chooser:
 
     def choose(self, name: PartName, batch: Batch, forest: PrefixForest, room: PlanCapacity | None = None) -> Choice:
         """Decide on one part: its segments, its executor."""
-        shape = PartShape.of(batch, forest)
-        flat_us, flat_backends = self._cost.flat(shape)
+        policy = self.policy
+        why_flat = self._why_flat(batch, forest)
+        rated = self._rate(batch, forest, why_flat is None, room)
+        shape, flat_us, us = rated.shape, rated.flat_us, rated.us
 
         def flat(reason: str, **others: float) -> Choice:
-            return Choice(name, "flat", reason, shape, no_cut(forest), flat_backends, {"flat": flat_us, **others})
+            predicted = {"flat": flat_us, **others}
+            return Choice(name, "flat", reason, shape, no_cut(forest), rated.flat_backends, predicted)
 
-        policy, window = self.policy, self.config.window_left
-        if policy.executor == "flat":
-            return flat("the policy asks for flat")
-        longest = int(batch.seq_lens[forest.order].max())
-        if 0 <= window < longest - 1:
-            if policy.executor != "auto":
-                raise UnsupportedError(
-                    f"window_left={window} does not cover a context of {longest} tokens, and a cascade over part "
-                    "of a window is wrong: use executor='auto', which plans such batches flat"
-                )
-            return flat(f"window_left={window} does not cover the longest context of {longest} tokens")
-        if not forest.num_nodes:
-            return flat("no full page is shared")
-        wanted = self._candidate_cuts(shape)
-        if not wanted:
-            return flat("every shared run is too small to pay for a level")
-        cuts = [self._fit(shape, cut, room) for cut in wanted]
-        if not any(cut.kept.any() for cut in cuts):
-            return flat("the capacity has no room for a shared segment")
+        if why_flat is not None:
+            return flat(why_flat)
+        if rated.cut is None:
+            return flat(NO_CASCADE[rated.status])
         cascade: Executor = "levels" if policy.executor == "auto" else policy.executor
-        rate = self._cost.stock if cascade == "stock" else self._cost.levels
-        rated = [(*rate(shape, cut), cut, i) for i, cut in enumerate(cuts) if cut.kept.any()]
-        us, backends, cut, which = min(rated, key=lambda item: item[0])
         predicted: dict[str, float] = {"flat": flat_us, cascade: us}
-        merged = int(wanted[which].kept.sum() - cut.kept.sum())
-        note = f"; {merged} shared segments merged to fit the limits" if merged else ""
+        note = f"; {rated.merged} shared segments merged to fit the limits" if rated.merged else ""
         if policy.executor != "auto":
-            return Choice(name, cascade, f"the policy asks for {cascade}{note}", shape, cut, backends, predicted)
+            reason = f"the policy asks for {cascade}{note}"
+            return Choice(name, cascade, reason, shape, rated.cut, rated.backends, predicted)
         gain = flat_us / us
         if gain < policy.min_speedup:
             low = f"a cascade is predicted {gain:.2f}x as fast, below min_speedup={policy.min_speedup:g}"
             return flat(low + note, levels=us)
         reason = f"predicted {gain:.2f}x as fast as flat{note}"
-        return Choice(name, cascade, reason, shape, cut, backends, predicted)
+        return Choice(name, cascade, reason, shape, rated.cut, rated.backends, predicted)
+
+    def _why_flat(self, batch: Batch, forest: PrefixForest) -> str | None:
+        """Why no cascade is to be looked for; None when one is."""
+        policy, window = self.policy, self.config.window_left
+        if policy.executor == "flat":
+            return "the policy asks for flat"
+        if window >= 0:
+            longest = int(batch.seq_lens[forest.order].max())
+            if window < longest - 1:
+                if policy.executor != "auto":
+                    raise UnsupportedError(
+                        f"window_left={window} does not cover a context of {longest} tokens, and a cascade over part "
+                        "of a window is wrong: use executor='auto', which plans such batches flat"
+                    )
+                return f"window_left={window} does not cover the longest context of {longest} tokens"
+        return None if forest.num_nodes else "no full page is shared"
+
+    def _rate(self, batch: Batch, forest: PrefixForest, cascade: bool, room: PlanCapacity | None) -> Rated:
+        """Predict the time of flat attention and, if a cascade is wanted, of the best one."""
+        if self._rater is not None and room is None and self.policy.executor != "stock":
+            rated = self._rater.rate(batch, forest, cascade)
+            if rated.status in (Status.FOUND, Status.NOTHING_PAYS):
+                return rated
+        shape = PartShape.of(batch, forest)
+        flat = self._cost.flat(shape)
+        wanted = self._candidate_cuts(shape) if cascade else []
+        cuts = [self._fit(shape, cut, room) for cut in wanted]
+        rate = self._cost.stock if self.policy.executor == "stock" else self._cost.levels
+        rated_cuts = [(*rate(shape, cut), cut, i) for i, cut in enumerate(cuts) if cut.kept.any()]
+        if not rated_cuts:
+            return Rated(Status.NO_ROOM if wanted else Status.NOTHING_PAYS, shape, *flat)
+        us, backends, cut, which = min(rated_cuts, key=lambda item: item[0])
+        merged = int(wanted[which].kept.sum() - cut.kept.sum())
+        return Rated(Status.FOUND, shape, *flat, us, backends, cut, merged)
 
     def _candidate_cuts(self, shape: PartShape) -> list[Cut]:
         forest = shape.forest

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class PrefixForest:
         first_page: int64[num_nodes], id of its first page.
         tail_node: int64[num_requests], deepest node of the request at each position, -1 where it shares nothing.
         tail_begin: int64[num_requests], page at which the own KV of the request at each position begins.
+        block: int64[3 * num_requests + 7 * num_nodes], of which all of these are parts: order, tail_node, tail_begin,
+            and the others in the order of this list.
     """
 
     order: Int64Array
@@ -45,10 +48,21 @@ class PrefixForest:
     first_page: Int64Array
     tail_node: Int64Array
     tail_begin: Int64Array
+    block: Int64Array
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            getattr(self, field.name).flags.writeable = False
+    @classmethod
+    def of(cls, block: Int64Array, num_requests: int) -> PrefixForest:
+        """The forest in a block, which is never written to again."""
+        block.setflags(write=False)
+        n, nodes = num_requests, (len(block) - 3 * num_requests) // 7
+        parent, depth, begin, end, page_begin, num_pages, first_page = block[3 * n :].reshape(7, nodes)
+        tail_node, tail_begin = block[n : 2 * n], block[2 * n : 3 * n]
+        return cls(
+            block[:n], parent, depth, begin, end, page_begin, num_pages, first_page, tail_node, tail_begin, block
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PrefixForest.of, (self.block, len(self.order))
 
     @property
     def num_nodes(self) -> int:
@@ -109,8 +123,8 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         tail_begin[covered] = depth.repeat(size)
         level += 1
 
-    node = np.concatenate(found, axis=1) if found else np.empty((7, 0), np.int64)
-    return PrefixForest(order, node[0], node[1], node[2], node[3], node[4], node[5], node[6], tail_node, tail_begin)
+    nodes = np.concatenate(found, axis=1).ravel() if found else np.empty(0, np.int64)
+    return PrefixForest.of(np.concatenate((order, tail_node, tail_begin, nodes)), count)
 
 
 def _label_by_next_page(

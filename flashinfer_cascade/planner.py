@@ -10,6 +10,7 @@ from flashinfer_cascade.capacity import PlanCapacity
 from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
 from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError
+from flashinfer_cascade.native import load_core
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.profile import PROFILES, DeviceProfile
 from flashinfer_cascade.session import PlanSession
@@ -22,6 +23,10 @@ class CascadePlanner:
         config: the attention and the limits.
         policy: how to choose; None is `PlannerPolicy()`.
         profile: the GPU that will run the plans: a name in `profile.PROFILES` or a profile of your own.
+        native: use the native core where there is one; plans are the same without it, and take longer.
+
+    Attributes:
+        native: whether the native core is used.
 
     Raises:
         UnsupportedError: `profile` names no built-in profile.
@@ -33,6 +38,8 @@ class CascadePlanner:
         config: CascadeConfig,
         policy: PlannerPolicy | None = None,
         profile: str | DeviceProfile = "h200",
+        *,
+        native: bool = True,
     ) -> None:
         self.config = config
         self.policy = PlannerPolicy() if policy is None else policy
@@ -50,7 +57,9 @@ class CascadePlanner:
                 )
             profile = PROFILES[profile]
         self.profile = profile
-        self._chooser = Chooser(config, self.policy, profile)
+        core = load_core() if native else None
+        self.native = core is not None
+        self._chooser = Chooser(config, self.policy, profile, core)
 
     def plan(
         self, block_tables: Any, seq_lens: Any, qo_lens: Any = None, *, capacity: PlanCapacity | None = None
@@ -114,4 +123,5 @@ class CascadePlanner:
                     )
         batch = make_batch(self.config, block_tables, seq_lens, qo_lens)
         groups = self._chooser.split(batch)
-        return [Chooser(config, self.policy, self.profile).plan(batch, groups, capacity)[0] for config in configs]
+        choosers = [Chooser(config, self.policy, self.profile, self._chooser.core) for config in configs]
+        return [chooser.plan(batch, groups, capacity)[0] for chooser in choosers]

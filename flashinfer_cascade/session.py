@@ -39,7 +39,7 @@ class PlanSession:
         self._config, self._chooser = chooser.config, chooser
         self._slots: dict[Hashable, int] = {}  # slot of each request, in the order of the batch
         self._free: list[int] = []
-        self._pool, self._sharing = PagePool(), Sharing()
+        self._pool, self._sharing = PagePool(), Sharing(chooser.core)
         # By slot. Slots of no request, and for `_grows` those of padding too, hold what makes steps pass them by.
         self._seq_lens = np.zeros(0, np.int64)
         self._grows = np.zeros(0, np.int64)  # tokens that a step adds: 1, or 0
@@ -317,7 +317,7 @@ class PlanSession:
         check_num_indices(config, int(counts.sum()))
         batch = Batch(config.page_size, self._pool.view(), self._pool.begin[slots], counts, lens, rows)
         names, part = self._chooser.parts(batch)
-        forests = self._sharing.forests(batch, slots, part)
+        forests = self._sharing.forests(batch, self._pool, slots, part)
         groups = list(zip(names, forests, strict=True))
         self._steady = None
         plan, choices = self._chooser.plan(batch, groups, capacity)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
+
 import numpy as np
 
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.csr import Int64Array
 from flashinfer_cascade.forest import PrefixForest, build_forest
+from flashinfer_cascade.native import Trie
+from flashinfer_cascade.pages import PagePool
 
 NOWHERE = -1
+MAX_PARTS = 2
 
 
 class Sharing:
@@ -18,16 +23,19 @@ class Sharing:
     While that page stays what it is, growing changes nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, core: CDLL | None) -> None:
         self._forests: list[PrefixForest] = []
         self._changed = True
+        self._tries = None if core is None else [Trie(core) for _ in range(MAX_PARTS)]
+        self._gone: list[list[int]] = [[] for _ in range(MAX_PARTS)]  # slots that are still in a trie
         self._part = np.zeros(0, np.int64)  # forest that each slot's request is in
         self._limit = np.zeros(0, np.int64)  # pages that it could share then
         self._tail_begin = np.zeros(0, np.int64)  # pages that it did share
+        self._rank = np.zeros(0, np.int64)  # its number in the batch
 
     def resize(self, num_slots: int) -> None:
         """Make room for more slots."""
-        for name, fill in (("_part", NOWHERE), ("_limit", 0), ("_tail_begin", 0)):
+        for name, fill in (("_part", NOWHERE), ("_limit", 0), ("_tail_begin", 0), ("_rank", 0)):
             old = getattr(self, name)
             new = np.full(num_slots, fill, np.int64)
             new[: len(old)] = old
@@ -35,36 +43,48 @@ class Sharing:
 
     def forget(self, slot: int) -> None:
         """The request in a slot left."""
-        self._part[slot] = NOWHERE
+        self._leave(slot)
         self._changed = True
 
     def cut(self, slot: int, count: int) -> None:
         """Pages behind the first `count` of a request are no longer what they were."""
         if count <= self._tail_begin[slot]:
-            self._part[slot] = NOWHERE
+            self._leave(slot)
 
     def reorder(self) -> None:
         """The order of requests changed."""
         self._changed = True
 
-    def forests(self, batch: Batch, slots: Int64Array, part: Int64Array) -> list[PrefixForest]:
+    def forests(self, batch: Batch, pool: PagePool, slots: Int64Array, part: Int64Array) -> list[PrefixForest]:
         """The forests of a batch's parts.
 
         Args:
             batch: the batch.
+            pool: its tables by slot.
             slots: int64[num_requests], slot of each request.
             part: int64[num_requests], number of the forest that it belongs to.
         """
         limits = batch.shareable_pages()
-        before = self._limit[slots]
+        before, was_in = self._limit[slots], self._part[slots]
         # Up to the first page that it shares with nobody, or could not share: what lies behind does not matter.
-        stale = (self._part[slots] != part) | (
-            (limits != before) & (np.minimum(limits, before) <= self._tail_begin[slots])
-        )
-        if self._changed or stale.any():
-            self._build(batch, slots, part)
-            self._changed = False
+        stale = np.minimum(limits, before) <= self._tail_begin[slots]
+        stale &= limits != before
+        stale |= was_in != part
         self._limit[slots] = limits
+        if self._changed or stale.any():
+            num_parts = int(part.max()) + 1
+            if self._tries is None:
+                self._build(batch, slots, part, num_parts)
+            else:
+                where = stale.nonzero()[0]
+                self._update(self._tries, pool, slots[where], was_in[where], part[where])
+                self._rank[slots] = np.arange(len(slots))
+                self._forests = [
+                    trie.forest(pool, self._limit, self._rank, len(slots), self._tail_begin)
+                    for trie in self._tries[:num_parts]
+                ]
+            self._part[slots] = part
+            self._changed = False
         return self._forests
 
     def tokens_until_change(self, batch: Batch, slots: Int64Array) -> Int64Array:
@@ -75,12 +95,26 @@ class Sharing:
         )
         return until
 
-    def _build(self, batch: Batch, slots: Int64Array, part: Int64Array) -> None:
-        num_parts = int(part.max()) + 1
+    def _leave(self, slot: int) -> None:
+        part = int(self._part[slot])
+        if part != NOWHERE:
+            self._gone[part].append(slot)
+            self._part[slot] = NOWHERE
+
+    def _update(
+        self, tries: list[Trie], pool: PagePool, slots: Int64Array, was_in: Int64Array, part: Int64Array
+    ) -> None:
+        """Hang stale requests up anew. All are taken out first: where one belongs is judged by those that are in."""
+        for number, trie in enumerate(tries):
+            left = np.array(self._gone[number], np.int64)
+            gone, come = slots[was_in == number], slots[part == number]
+            trie.update(pool, self._limit, np.concatenate((left, gone)), come)
+            self._gone[number].clear()
+
+    def _build(self, batch: Batch, slots: Int64Array, part: Int64Array, num_parts: int) -> None:
         self._forests = [
             build_forest(batch, None if num_parts == 1 else (part == number).nonzero()[0])
             for number in range(num_parts)
         ]
         for forest in self._forests:
             self._tail_begin[slots[forest.order]] = forest.tail_begin
-        self._part[slots] = part

@@ -103,12 +103,12 @@ class Decoding(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 16]),
         policy=st.sampled_from(POLICIES),
         window=st.sampled_from([-1, -1, -1, 40]),
+        native=st.booleans(),
     )
-    def begin(self, page_size, policy, window):
-        if policy.executor != "auto":
-            window = -1
-        planner = CascadePlanner(config(page_size=page_size, window_left=window), policy)
-        self.session, self.model = planner.session(), Model(planner)
+    def begin(self, page_size, policy, window, native):
+        made = config(page_size=page_size, window_left=window if policy.executor == "auto" else -1)
+        self.session = CascadePlanner(made, policy, native=native).session()
+        self.model = Model(CascadePlanner(made, policy, native=False))
         self.fresh = 100
         self.count = 0
         self.last = None
