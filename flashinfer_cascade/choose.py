@@ -64,9 +64,9 @@ class Chooser:
         return [(name, build_forest(batch, (part == number).nonzero()[0])) for number, name in enumerate(names)]
 
     def plan(
-        self, batch: Batch, groups: Groups, capacity: PlanCapacity | None
+        self, batch: Batch, groups: Groups, capacity: PlanCapacity | None, last: CascadePlan | None = None
     ) -> tuple[CascadePlan, list[Choice] | None]:
-        """Decide on all parts and lay them out.
+        """Decide on all parts and lay them out; `last` is for `lay_out`.
 
         Returns:
             The plan, and what was decided; None for that if the capacity had a say.
@@ -76,7 +76,7 @@ class Chooser:
             CapacityError: not even flat fits.
         """
         free = [self.choose(name, batch, forest) for name, forest in groups]
-        plan = lay_out(self.config, batch, free)
+        plan = lay_out(self.config, batch, free, core=self.core, last=last)
         if capacity is None or not (over := capacity.lacks(plan.usage())):
             return plan, free
         flat = PlanCapacity(batch.num_rows, batch.num_requests, batch.num_rows, batch.num_pages, 1, 0)
@@ -98,7 +98,7 @@ class Chooser:
             segments -= int(cut.kept.sum())
             partials -= int(shape.node_rows[cut.kept].sum())
             slots -= num_slots(forest, cut)
-        return lay_out(self.config, batch, choices), None
+        return lay_out(self.config, batch, choices, core=self.core, last=last), None
 
     def choose(self, name: PartName, batch: Batch, forest: PrefixForest, room: PlanCapacity | None = None) -> Choice:
         """Decide on one part: its segments, its executor."""

@@ -382,6 +382,72 @@ done:
     return status;
 }
 
+/* layout._columns for one part.
+ *
+ * kept: NULL when flat. The others are those of Cut and Batch; q_begin: by request, its first row of q. *_at: requests,
+ * rows and segments of the parts before, *_all: of the whole batch.
+ * out: int32[2 * n_all + 1 + 2 * rows_all + 7 * segs_all], the arrays of a plan one after the other.
+ */
+i64 fic_columns(const i64 *block, i64 n, i64 nodes, const uint8_t *kept, const i64 *node_start, const i64 *node_level,
+                const i64 *tail_start, i64 num_levels, i64 page, const i64 *seq_lens, const i64 *qo_lens,
+                const i64 *page_begin, const i64 *page_counts, const i64 *q_begin, i64 n_at, i64 rows_at, i64 segs_at,
+                i64 n_all, i64 rows_all, i64 segs_all, int32_t *out) {
+    forest f = forest_of(block, n, nodes);
+    int32_t *order = out, *indptr = out + n_all, *row_order = indptr + n_all + 1, *row_pos = row_order + rows_all;
+    int32_t *seg = row_pos + rows_all + segs_at;
+    i64 *node_at = malloc((size_t)max_of(n, n_all) * sizeof(i64));
+    if (!node_at) return -1;
+    order += n_at, indptr += n_at;
+    if (kept) {
+        for (i64 i = 0; i < n; i++) order[i] = (int32_t)f.order[i];
+    } else { /* the batch's own order */
+        memset(node_at, 0, (size_t)n_all * sizeof(i64));
+        for (i64 i = 0; i < n; i++) node_at[f.order[i]] = 1;
+        for (i64 r = 0, i = 0; r < n_all; r++)
+            if (node_at[r]) order[i++] = (int32_t)r;
+    }
+    i64 row = rows_at;
+    for (i64 i = 0; i < n; i++) {
+        i64 r = order[i], q = q_begin[r], position = seq_lens[r] ? seq_lens[r] - qo_lens[r] : -1;
+        indptr[i] = (int32_t)row;
+        for (i64 k = 0; k < qo_lens[r]; k++, row++) {
+            row_order[row] = (int32_t)(q + k);
+            row_pos[row] = (int32_t)(seq_lens[r] ? position + k : -1);
+        }
+    }
+    indptr[n] = (int32_t)row;
+    i64 s = 0;
+    for (i64 level = 0; kept && level < num_levels - 1; level++) {
+        memset(node_at, -1, (size_t)n * sizeof(i64));
+        for (i64 v = 0; v < nodes; v++)
+            if (kept[v] && node_level[v] == level) node_at[f.begin[v]] = v;
+        for (i64 i = 0; i < n; i++) {
+            i64 v = node_at[i];
+            if (v < 0) continue;
+            i64 pages = f.page_begin[v] + f.num_pages[v] - node_start[v];
+            seg[s] = indptr[i];
+            seg[s + segs_all] = indptr[f.end[v]] - indptr[i];
+            seg[s + 2 * segs_all] = (int32_t)(page_begin[order[i]] + node_start[v]);
+            seg[s + 3 * segs_all] = (int32_t)pages;
+            seg[s + 4 * segs_all] = (int32_t)(node_start[v] * page);
+            seg[s + 5 * segs_all] = (int32_t)(pages * page);
+            seg[s++ + 6 * segs_all] = (int32_t)level;
+        }
+    }
+    for (i64 i = 0; i < n; i++, s++) {
+        i64 r = order[i], start = kept ? tail_start[i] : 0;
+        seg[s] = indptr[i];
+        seg[s + segs_all] = indptr[i + 1] - indptr[i];
+        seg[s + 2 * segs_all] = (int32_t)(page_begin[r] + start);
+        seg[s + 3 * segs_all] = (int32_t)(page_counts[r] - start);
+        seg[s + 4 * segs_all] = (int32_t)(start * page);
+        seg[s + 5 * segs_all] = (int32_t)(seq_lens[r] - start * page);
+        seg[s + 6 * segs_all] = (int32_t)(num_levels - 1);
+    }
+    free(node_at);
+    return row;
+}
+
 /* Which requests share what, request by request; native.Trie.
  *
  * Requests stand in an order in which those that share a run of pages are neighbours. member: slot at each position;

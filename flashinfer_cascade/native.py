@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from flashinfer_cascade.cost import (
     CostModel,
     PartShape,
 )
-from flashinfer_cascade.csr import Int64Array
+from flashinfer_cascade.csr import Int32Array, Int64Array, indptr
 from flashinfer_cascade.fold import Cut
 from flashinfer_cascade.forest import PrefixForest
 from flashinfer_cascade.pages import PagePool
@@ -108,6 +109,8 @@ def load_core() -> ctypes.CDLL | None:
         return None
     core.fic_rate.argtypes = (_P, _P, _I64, _I64, _P, _P, _I64, _P, _P)
     core.fic_rate.restype = _I64
+    core.fic_columns.argtypes = (_P, _I64, _I64, _P, _P, _P, _P, _I64, _I64, _P, _P, _P, _P, _P, *(_I64,) * 6, _P)
+    core.fic_columns.restype = _I64
     core.fic_update.argtypes = (_P, _I64, _I64, _P, _P, _P, _P, _I64, _P, _I64)
     core.fic_update.restype = _I64
     core.fic_forest.argtypes = (_P, _I64, _I64, _P, _P, _P, _P, _I64, _P, _P)
@@ -186,6 +189,40 @@ class Rater:
         cut = Cut(kept, start, level, above, tail_start, tail_above, found.num_levels)
         backends = tuple(BACKENDS[number] for number in found.backends[: found.num_levels])
         return Rated(status, shape, found.flat_us, flat_backends, found.us, backends, cut)
+
+
+def lay_out_columns(
+    core: ctypes.CDLL, batch: Batch, parts: list[tuple[PrefixForest, Cut]]
+) -> tuple[Int32Array | None, list[Int32Array]]:
+    """The arrays of `layout.Columns`, in their order: row_order, and the others."""
+    n_all = len(batch.seq_lens)
+    q_begin = indptr(batch.qo_lens)
+    rows_all = int(q_begin[-1])
+    kept = [int(np.count_nonzero(cut.kept)) for _, cut in parts]
+    segs_all = n_all + sum(kept)
+    out = np.empty(2 * n_all + 1 + 2 * rows_all + 7 * segs_all, np.int32)
+    of_batch = [a.ctypes.data for a in (batch.seq_lens, batch.qo_lens, batch.page_begin, batch.page_counts, q_begin)]
+    address = out.ctypes.data
+    n_at = rows_at = segs_at = 0
+    for (forest, cut), num_kept in zip(parts, kept, strict=True):
+        n = len(forest.order)
+        of_cut: list[int | None] = [None] * 4
+        if num_kept:
+            of_cut = [a.ctypes.data for a in (cut.kept, cut.node_start, cut.node_level, cut.tail_start)]
+        block, page_size = forest.block.ctypes.data, batch.page_size
+        where = n_at, rows_at, segs_at, n_all, rows_all, segs_all
+        rows_at = core.fic_columns(
+            block, n, forest.num_nodes, *of_cut, cut.num_levels, page_size, *of_batch, *where, address
+        )
+        if rows_at < 0:
+            raise MemoryError
+        n_at, segs_at = n_at + n, segs_at + n + num_kept
+    sizes = n_all, n_all + 1, rows_all, rows_all, *(segs_all,) * 7
+    order, qo_indptr, row_order, *rest = (
+        out[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)
+    )
+    identity = bool((order[1:] > order[:-1]).all())
+    return None if identity else row_order, [order, qo_indptr, *rest]
 
 
 class Trie:

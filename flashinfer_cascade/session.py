@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +49,7 @@ class PlanSession:
         self._num_steps = 0  # whole-batch steps since the last plan
         self._changed = True  # anything else since then
         self._steady: Steady | None = None
+        self._start_steady: Callable[[], Steady] | None = None
         self._plan: CascadePlan | None = None
         self._capacity: PlanCapacity | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -284,6 +284,8 @@ class PlanSession:
         if qo_lens is None and last is not None and not self._changed and capacity == self._capacity:
             if self._num_steps == 0:
                 return last
+            if self._num_steps == 1 and self._steady is None and self._start_steady is not None:
+                self._steady = self._start_steady()
             if self._num_steps == 1 and self._steady is not None:
                 plan = self._steady.step(self._seq_lens, self._pool)
                 if plan is not None:
@@ -310,22 +312,26 @@ class PlanSession:
             none = rows == 0
             if none.any():
                 rows[none] = np.minimum(self._last_rows[slots], np.maximum(lens, 1))[none]
-            check_num_rows(config, int(rows.sum()))
+            num_rows = int(rows.sum())
+            check_num_rows(config, num_rows)
         else:
             rows = query_lens(config, lens, qo_lens)
+            num_rows = int(rows.sum())
         counts = -(-lens // config.page_size)
         check_num_indices(config, int(counts.sum()))
         batch = Batch(config.page_size, self._pool.view(), self._pool.begin[slots], counts, lens, rows)
         names, part = self._chooser.parts(batch)
         forests = self._sharing.forests(batch, self._pool, slots, part)
         groups = list(zip(names, forests, strict=True))
-        self._steady = None
-        plan, choices = self._chooser.plan(batch, groups, capacity)
-        if self._plan is not None:
-            plan = _share(plan, self._plan)
-        if choices is not None and int(rows.max()) == 1:
-            until = self._sharing.tokens_until_change(batch, slots)
-            self._steady = Steady(self._chooser, batch, groups, choices, plan, slots, until, capacity)
+        self._steady = self._start_steady = None
+        plan, choices = self._chooser.plan(batch, groups, capacity, self._plan)
+        if choices is not None and num_rows == len(rows):
+
+            def start() -> Steady:
+                until = self._sharing.tokens_until_change(batch, slots)
+                return Steady(self._chooser, batch, groups, choices, plan, slots, until, capacity)
+
+            self._start_steady = start  # once the next plan is known to be such a step
         self._last_rows[slots] = rows
         self._capacity = capacity
         return self._publish(plan)
@@ -413,23 +419,3 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     if not low <= out <= high:
         raise InvalidBatchError(f"{name}={out} is outside [{low}, {high}]")
     return out
-
-
-def _share(plan: CascadePlan, last: CascadePlan) -> CascadePlan:
-    """The plan, with the structure of the last one where it is the same."""
-    same = (
-        plan.num_segments == last.num_segments
-        and [(p.name, p.executor, p.seg_end, p.backends) for p in plan.parts]
-        == [(p.name, p.executor, p.seg_end, p.backends) for p in last.parts]
-        and all(np.array_equal(getattr(plan, name), getattr(last, name)) for name in STRUCTURE)
-    )
-    if not same:
-        return plan
-    shared = {name: getattr(last, name) for name in STRUCTURE}
-    return replace(
-        plan, **shared, row_order=last.row_order, structure_id=last.structure_id, generation=last.generation + 1
-    )
-
-
-STRUCTURE = ("request_order", "qo_indptr", "seg_row_begin", "seg_num_rows", "seg_kv_start", "seg_level")
-"""Arrays of a plan that name its structure."""

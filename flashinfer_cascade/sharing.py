@@ -106,10 +106,11 @@ class Sharing:
     ) -> None:
         """Hang stale requests up anew. All are taken out first: where one belongs is judged by those that are in."""
         for number, trie in enumerate(tries):
-            left = np.array(self._gone[number], np.int64)
+            left = self._gone[number]
             gone, come = slots[was_in == number], slots[part == number]
-            trie.update(pool, self._limit, np.concatenate((left, gone)), come)
-            self._gone[number].clear()
+            if left or len(gone) or len(come):
+                trie.update(pool, self._limit, np.concatenate((np.array(left, np.int64), gone)), come)
+                left.clear()
 
     def _build(self, batch: Batch, slots: Int64Array, part: Int64Array, num_parts: int) -> None:
         self._forests = [
