@@ -25,7 +25,7 @@ typedef struct {
     double block_us[NUM_TILES], token_us[NUM_TILES], lone_block[NUM_TILES];
     double block_ps[NUM_TILES], token_ps[NUM_TILES];
     double level_weights[NUM_WEIGHTS];
-    i64 tiles[NUM_TILES];
+    i64 tiles[NUM_TILES], tile_shift[NUM_TILES]; /* query rows of a block, and their binary logarithms */
     i64 num_sms, num_qo_heads, num_kv_heads, group_size, small_head, page_size, window_left;
     i64 blocks_per_sm, min_split_tokens, fa3_min_rows, decode_blocks_per_sm;
     i64 has_fa3, has_decode, decode_group, fold, forced, max_levels;
@@ -54,6 +54,9 @@ typedef struct {
 static i64 max_of(i64 a, i64 b) { return a > b ? a : b; }
 static i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
 static i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+static i64 tiles_of(const model *m, i64 packed_rows, int tile) {
+    return (packed_rows + m->tiles[tile] - 1) >> m->tile_shift[tile];
+}
 
 static forest forest_of(const i64 *block, i64 n, i64 nodes) {
     const i64 *node = block + 3 * n;
@@ -64,10 +67,9 @@ static forest forest_of(const i64 *block, i64 n, i64 nodes) {
 
 /* cost.round_tokens */
 static i64 round_tokens(i64 tokens) {
-    int exponent = 0;
-    for (i64 left = tokens - 1; left > 0; left >>= 1) exponent++;
-    i64 step = (i64)1 << max_of(exponent - 3, 4);
-    return ceil_div(tokens, step) * step;
+    int shift = 4; /* steps of 2 ** (exponent - 3), where 2 ** exponent is the next power of two */
+    while ((tokens - 1) >> (shift + 3) > 0) shift++;
+    return ((tokens + ((i64)1 << shift) - 1) >> shift) << shift;
 }
 
 /* cost._longer */
@@ -86,10 +88,10 @@ typedef struct {
 static double fa2_us(const model *m, const launch *l, int may_cut, int *is_cut) {
     i64 average = l->num_rows * m->group_size / l->n;
     int tile = average > m->tiles[1] && m->small_head ? 2 : average > m->tiles[0] ? 1 : 0;
-    i64 size = m->tiles[tile], page = m->page_size, heads = m->num_kv_heads;
+    i64 page = m->page_size, heads = m->num_kv_heads;
     i64 num_tiles = 0, dot = 0;
     for (i64 i = 0; i < l->n; i++) {
-        i64 tiles = ceil_div(l->rows[i] * m->group_size, size);
+        i64 tiles = tiles_of(m, l->rows[i] * m->group_size, tile);
         num_tiles += tiles;
         dot += tiles * l->tokens[i];
     }
@@ -104,7 +106,7 @@ static double fa2_us(const model *m, const launch *l, int may_cut, int *is_cut) 
             sum = 0;
             for (i64 i = 0; i < l->n; i++) {
                 i64 pages = max_of(ceil_div(l->tokens[i], page), 1);
-                sum += ceil_div(l->rows[i] * m->group_size, size) * ceil_div(pages, middle);
+                sum += tiles_of(m, l->rows[i] * m->group_size, tile) * ceil_div(pages, middle);
             }
             if (low >= high) break;
             if (sum > budget) low = middle + 1;
@@ -141,7 +143,7 @@ static double fa3_us(const model *m, const launch *l) {
     if (!m->has_fa3) return INFINITY;
     i64 blocks = 0, dot = 0;
     for (i64 i = 0; i < l->n; i++) {
-        i64 tiles = ceil_div(l->rows[i], m->tiles[2]);
+        i64 tiles = tiles_of(m, l->rows[i], 2);
         blocks += tiles;
         dot += tiles * l->tokens[i];
     }
@@ -228,7 +230,7 @@ static void block_costs(const model *m, i64 rows, double *fixed, double *per_tok
     i64 packed = rows * m->group_size;
     int tile = packed > m->tiles[0];
     if (m->small_head && packed > m->tiles[1]) tile++;
-    double tiles = (double)ceil_div(packed, m->tiles[tile]);
+    double tiles = (double)tiles_of(m, packed, tile);
     *fixed = tiles * m->block_ps[tile];
     *per_token = tiles * m->token_ps[tile];
 }

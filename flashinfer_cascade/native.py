@@ -61,6 +61,7 @@ class Model(ctypes.Structure):
         *((name, _F64 * len(TILES)) for name in ("block_us", "token_us", "lone_block", "block_ps", "token_ps")),
         ("level_weights", _F64 * len(LEVEL_WEIGHTS)),
         ("tiles", _I64 * len(TILES)),
+        ("tile_shift", _I64 * len(TILES)),
         *((name, _I64) for name in ("num_sms", "num_qo_heads", "num_kv_heads", "group_size", "small_head")),
         *((name, _I64) for name in ("page_size", "window_left", "blocks_per_sm", "min_split_tokens", "fa3_min_rows")),
         *((name, _I64) for name in ("decode_blocks_per_sm", "has_fa3", "has_decode", "decode_group", "fold")),
@@ -142,6 +143,7 @@ class Rater:
             "fa3_token_us": cost.fa3_token_us,
             "level_weights": LEVEL_WEIGHTS,
             "tiles": TILES,
+            "tile_shift": tuple(tile.bit_length() - 1 for tile in TILES),
             "small_head": c.head_dim < 256,
             "blocks_per_sm": BLOCKS_PER_SM,
             "min_split_tokens": MIN_SPLIT_TOKENS,
@@ -226,19 +228,23 @@ def lay_out_columns(
 
 
 class Trie:
-    """The sharing among some requests, kept up to date request by request; by slot."""
+    """The sharing among some requests, kept up to date request by request; by slot.
 
-    def __init__(self, core: ctypes.CDLL) -> None:
-        self._core = core
+    Args:
+        core: the native core.
+        pool: the requests' tables.
+    """
+
+    def __init__(self, core: ctypes.CDLL, pool: PagePool) -> None:
+        self._core, self._pool = core, pool
         self._state = np.empty((3, 0), np.int64)
-        self._size = 0
+        self._address = self._size = 0
 
-    def update(self, pool: PagePool, limits: Int64Array, gone: Int64Array, come: Int64Array) -> None:
+    def update(self, limits: int, gone: Int64Array, come: Int64Array) -> None:
         """Take requests out, and others in.
 
         Args:
-            pool: their tables.
-            limits: int64[num_slots], pages that each may share.
+            limits: address of int64[num_slots], pages that each may share.
             gone: int64[n], slots; those that are not in are passed by.
             come: int64[n], slots; none may be in.
         """
@@ -246,44 +252,41 @@ class Trie:
         if needed > self._state.shape[1]:
             state = np.empty((3, 2 * needed), np.int64)
             state[:, : self._size] = self._state[:, : self._size]
-            self._state = state
+            self._state, self._address = state, state.ctypes.data
         self._size = self._core.fic_update(
-            self._state.ctypes.data,
+            self._address,
             self._state.shape[1],
             self._size,
-            pool.ids.ctypes.data,
-            pool.begin.ctypes.data,
-            limits.ctypes.data,
+            self._pool.ids_address,
+            self._pool.begin_address,
+            limits,
             gone.ctypes.data,
             len(gone),
             come.ctypes.data,
             len(come),
         )
 
-    def forest(
-        self, pool: PagePool, limits: Int64Array, rank: Int64Array, num_ranks: int, tail_begin: Int64Array
-    ) -> PrefixForest:
+    def forest(self, limits: int, rank: int, num_ranks: int, tail_begin: int) -> PrefixForest:
         """The forest that `build_forest` finds.
 
         Args:
-            pool: the tables.
             limits: as for `update`.
-            rank: int64[num_slots], number of each request in the batch.
+            rank: address of int64[num_slots], number of each request in the batch.
             num_ranks: requests in the batch.
-            tail_begin: int64[num_slots], written: pages that each request shares.
+            tail_begin: address of int64[num_slots], written: pages that each request shares.
         """
         block = np.empty(10 * self._size, np.int64)
         nodes = self._core.fic_forest(
-            self._state.ctypes.data,
+            self._address,
             self._state.shape[1],
             self._size,
-            pool.ids.ctypes.data,
-            pool.begin.ctypes.data,
-            limits.ctypes.data,
-            rank.ctypes.data,
+            self._pool.ids_address,
+            self._pool.begin_address,
+            limits,
+            rank,
             num_ranks,
             block.ctypes.data,
-            tail_begin.ctypes.data,
+            tail_begin,
         )
         if nodes < 0:
             raise MemoryError

@@ -24,6 +24,8 @@ SPARE = 4
 MIN_ROOM, ROOM_SHARE = 32, 8
 """A table gets room for so many more pages, and for an eighth of its own, before it has to move."""
 
+STUCK = -1
+
 LOG_LENGTH = 64
 """Versions back that a device copy may be and still follow."""
 
@@ -43,7 +45,7 @@ class PageView:
         pool_id: names the array within this process; 0 for page ids that belong to no pool, which every plan has
             its own of.
         version: of the pool, when the plan was made; grows with every plan before which page ids were written.
-        writes: int64[num_ranges, 2] for each of the last versions, begin and end of what was written.
+        writes: int64[2, num_ranges] for each of the last versions, begins and ends of what was written.
     """
 
     ids: Int32Array
@@ -53,7 +55,7 @@ class PageView:
     writes: tuple[Int64Array, ...] = ()
 
     def writes_since(self, pool_id: int, version: int) -> Int64Array | None:
-        """Ranges to copy for a device copy that is at this version: int64[num_ranges, 2], begin and end.
+        """Ranges to copy for a device copy that is at this version: int64[2, num_ranges], begins and ends.
 
         Returns:
             None when it must copy all of ``ids[:size]``: it holds another array, or is too many versions behind.
@@ -62,8 +64,8 @@ class PageView:
         if pool_id != self.pool_id or not pool_id or not 0 <= behind <= len(self.writes):
             return None
         if behind == 0:
-            return np.empty((0, 2), np.int64)
-        return np.concatenate(self.writes[len(self.writes) - behind :])
+            return np.empty((2, 0), np.int64)
+        return np.concatenate(self.writes[len(self.writes) - behind :], axis=1)
 
 
 class PagePool:
@@ -80,14 +82,16 @@ class PagePool:
         begin: int64[num_slots], where each table begins.
         count: int64[num_slots], pages of each table.
         moves: how many times a table was put somewhere.
+        ids_address, begin_address: where `ids` and `begin` lie, for C; asking numpy each time takes a microsecond.
     """
 
     def __init__(self) -> None:
         self.begin = np.zeros(0, np.int64)
         self.count = np.zeros(0, np.int64)
-        self._room = np.zeros(0, np.int64)  # entries that belong to each table
-        self._written = np.zeros(0, np.int64)  # of these, entries that hold an id, be it of a page dropped since
+        # Pages that each table has room for; STUCK if what lies behind its pages is written already, 0 for no table.
+        self._room = np.zeros(0, np.int64)
         self.moves = 0
+        self.ids_address = self.begin_address = 0
         self._top = 0
         self._version = 0
         self._pending: list[Int64Array] = []
@@ -111,11 +115,12 @@ class PagePool:
 
     def resize(self, num_slots: int) -> None:
         """Make room for more slots."""
-        for name in ("begin", "count", "_room", "_written"):
+        for name in ("begin", "count", "_room"):
             old = getattr(self, name)
             new = np.zeros(num_slots, np.int64)
             new[: len(old)] = old
             setattr(self, name, new)
+        self.begin_address = self.begin.ctypes.data
 
     def table(self, slot: int) -> Int32Array:
         """The pages of one table: a view."""
@@ -128,25 +133,25 @@ class PagePool:
 
     def drop(self, slot: int) -> None:
         """Forget a table."""
-        self.count[slot] = self._room[slot] = self._written[slot] = 0
+        self.count[slot] = self._room[slot] = 0
 
     def extend(self, slot: int, pages: NDArray[Any]) -> None:
         """Add pages behind a table's last one."""
         count, more = int(self.count[slot]), len(pages)
         if not more:
             return
-        if count < self._written[slot] or count + more > self._room[slot]:
+        if count + more > self._room[slot]:
             self._place(slot, np.concatenate((self.table(slot), pages)))
             return
         begin = int(self.begin[slot]) + count
         self._ids[begin : begin + more] = pages
-        self.count[slot] = self._written[slot] = count + more
-        self._pending.append(np.array([[begin, begin + more]]))
+        self.count[slot] = count + more
+        self._pending.append(np.array([[begin], [begin + more]]))
 
     def extend_each(self, slots: Int64Array, pages: NDArray[Any]) -> None:
         """Add one page behind the last one of each of these tables, all different."""
         count = self.count[slots]
-        stuck = (count >= self._room[slots]) | (count < self._written[slots])
+        stuck = count >= self._room[slots]
         if stuck.any():
             for slot, page in zip(slots[stuck].tolist(), pages[stuck], strict=True):
                 self.extend(slot, page[None])
@@ -155,15 +160,12 @@ class PagePool:
         self._ids[at] = pages
         count += 1
         self.count[slots] = count
-        self._written[slots] = count
-        ranges = np.empty((len(at), 2), np.int64)
-        ranges[:, 0] = at
-        np.add(at, 1, out=ranges[:, 1])
-        self._pending.append(ranges)
+        self._pending.append(np.array((at, at + 1)))
 
     def cut(self, slot: int, count: int) -> None:
         """Drop the pages of a table behind the first `count`."""
-        self.count[slot] = count
+        if count < self.count[slot]:
+            self.count[slot], self._room[slot] = count, STUCK
 
     def replace(self, slot: int, index: int, page: int) -> None:
         """Put another page into a table: it moves."""
@@ -174,7 +176,7 @@ class PagePool:
     def view(self) -> PageView:
         """The array as it is now, for a plan."""
         if self._pending:
-            self._log.append(self._pending[0] if len(self._pending) == 1 else np.concatenate(self._pending))
+            self._log.append(self._pending[0] if len(self._pending) == 1 else np.concatenate(self._pending, axis=1))
             self._pending = []
             self._version += 1
         return PageView(self._view, self._top, self._pool_id, self._version, tuple(self._log))
@@ -191,9 +193,9 @@ class PagePool:
         self._top += room
         self.moves += 1
         self.begin[slot], self.count[slot] = begin, num
-        self._room[slot], self._written[slot] = room, num
+        self._room[slot] = room
         if num:
-            self._pending.append(np.array([[begin, begin + num]]))
+            self._pending.append(np.array([[begin], [begin + num]]))
 
     def _move_all(self, extra: int) -> None:
         """Copy all tables into a new array that has room for `extra` entries more."""
@@ -205,13 +207,14 @@ class PagePool:
         for slot in slots:
             begin, num, room = int(self.begin[slot]), int(self.count[slot]), int(sizes[slot])
             self._ids[self._top : self._top + num] = old[begin : begin + num]
-            self.begin[slot], self._room[slot], self._written[slot] = self._top, room, num
+            self.begin[slot], self._room[slot] = self._top, room
             self._top += room
 
     def _new_array(self, capacity: int) -> None:
         self._ids = np.empty(capacity + INDEX_SLACK, np.int32)
         self._view = self._ids[:]
         self._view.flags.writeable = False
+        self.ids_address = self._ids.ctypes.data
         self._top = 0
         self._pool_id = next(_pool_ids)
         self._pending.clear()

@@ -38,7 +38,8 @@ class PlanSession:
         self._config, self._chooser = chooser.config, chooser
         self._slots: dict[Hashable, int] = {}  # slot of each request, in the order of the batch
         self._free: list[int] = []
-        self._pool, self._sharing = PagePool(), Sharing(chooser.core)
+        self._pool = PagePool()
+        self._sharing = Sharing(chooser.core, self._pool)
         # By slot. Slots of no request, and for `_grows` those of padding too, hold what makes steps pass them by.
         self._seq_lens = np.zeros(0, np.int64)
         self._grows = np.zeros(0, np.int64)  # tokens that a step adds: 1, or 0
@@ -162,27 +163,28 @@ class PlanSession:
             InvalidBatchError: a request is unknown or named twice, a page is out of range or missing.
         """
         self._settle()
-        given, pages = self._given(new_pages or {})
         lens, space, page_size = self._seq_lens, self._space, self._config.page_size
-        if ids is not None:
-            slots = np.array([self._slot(id) for id in ids], np.int64)
-            if len(np.unique(slots)) != len(slots):
-                raise InvalidBatchError("ids names a request twice: a step adds one token to each")
-            full = slots[lens[slots] >= self._pool.count[slots] * page_size]
+        given, pages = self._given(new_pages) if new_pages else ([], [])
+        if ids is None:
+            full = (lens >= space).nonzero()[0].tolist()
         else:
-            full = (lens >= space).nonzero()[0]
-        if len(full):
+            some = np.array([self._slot(id) for id in ids], np.int64)
+            if len(np.unique(some)) != len(some):
+                raise InvalidBatchError("ids names a request twice: a step adds one token to each")
+            full = some[lens[some] >= self._pool.count[some] * page_size].tolist()
+        if full:
             self._check_given(full, given)
-        if len(given):
-            self._pool.extend_each(given, pages)
-            space[given] += self._grows[given] * page_size
+        if given:
+            slots = np.array(given)
+            self._pool.extend_each(slots, np.array(pages))
+            space[slots] += self._grows[slots] * page_size
         if ids is None:
             lens += self._grows
             self._num_steps += 1
-        elif len(slots):
-            lens[slots] += 1
-            self._grows[slots] = 1
-            space[slots] = self._pool.count[slots] * page_size
+        elif len(some):
+            lens[some] += 1
+            self._grows[some] = 1
+            space[some] = self._pool.count[some] * page_size
             self._changed = True
 
     def truncate(self, id: Hashable, seq_len: int) -> None:
@@ -321,7 +323,7 @@ class PlanSession:
         check_num_indices(config, int(counts.sum()))
         batch = Batch(config.page_size, self._pool.view(), self._pool.begin[slots], counts, lens, rows)
         names, part = self._chooser.parts(batch)
-        forests = self._sharing.forests(batch, self._pool, slots, part)
+        forests = self._sharing.forests(batch, slots, part)
         groups = list(zip(names, forests, strict=True))
         self._steady = self._start_steady = None
         plan, choices = self._chooser.plan(batch, groups, capacity, self._plan)
@@ -387,8 +389,8 @@ class PlanSession:
                 f"page_size={self._config.page_size}: give the new pages too"
             )
 
-    def _check_given(self, full: Int64Array, given: Int64Array) -> None:
-        missing = set(full.tolist()).difference(given.tolist())
+    def _check_given(self, full: list[int], given: list[int]) -> None:
+        missing = set(full).difference(given)
         if missing:
             id = next(id for id, slot in self._slots.items() if slot in missing)
             raise InvalidBatchError(
@@ -396,11 +398,16 @@ class PlanSession:
                 f"at {self._seq_lens[self._slots[id]]} tokens: allocate the step's pages first"
             )
 
-    def _given(self, new_pages: Mapping[Hashable, int]) -> tuple[Int64Array, NDArray[Any]]:
-        if not new_pages:
-            return _NONE, _NONE
-        slots = np.array([self._slot(id) for id in new_pages], np.int64)
-        return slots, self._pages("new_pages", list(new_pages.values()))
+    def _given(self, new_pages: Mapping[Hashable, int]) -> tuple[list[int], list[int]]:
+        """Slots and pages of a step."""
+        try:
+            slots = [self._slots[id] for id in new_pages]
+        except KeyError:
+            slots = [self._slot(id) for id in new_pages]  # says which
+        pages = list(new_pages.values())
+        if {int}.issuperset(map(type, pages)) and min(pages) >= 0 and max(pages) < self._config.max_kv_pages:
+            return slots, pages
+        return slots, self._pages("new_pages", pages).tolist()
 
     def _pages(self, name: str, pages: Any) -> NDArray[Any]:
         return id_vector(name, pages, self._config.max_kv_pages)

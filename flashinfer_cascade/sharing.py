@@ -23,15 +23,16 @@ class Sharing:
     While that page stays what it is, growing changes nothing.
     """
 
-    def __init__(self, core: CDLL | None) -> None:
+    def __init__(self, core: CDLL | None, pool: PagePool) -> None:
         self._forests: list[PrefixForest] = []
         self._changed = True
-        self._tries = None if core is None else [Trie(core) for _ in range(MAX_PARTS)]
+        self._tries = None if core is None else [Trie(core, pool) for _ in range(MAX_PARTS)]
         self._gone: list[list[int]] = [[] for _ in range(MAX_PARTS)]  # slots that are still in a trie
         self._part = np.zeros(0, np.int64)  # forest that each slot's request is in
         self._limit = np.zeros(0, np.int64)  # pages that it could share then
         self._tail_begin = np.zeros(0, np.int64)  # pages that it did share
         self._rank = np.zeros(0, np.int64)  # its number in the batch
+        self._addresses = (0, 0, 0)
 
     def resize(self, num_slots: int) -> None:
         """Make room for more slots."""
@@ -40,6 +41,7 @@ class Sharing:
             new = np.full(num_slots, fill, np.int64)
             new[: len(old)] = old
             setattr(self, name, new)
+        self._addresses = (self._limit.ctypes.data, self._rank.ctypes.data, self._tail_begin.ctypes.data)
 
     def forget(self, slot: int) -> None:
         """The request in a slot left."""
@@ -55,12 +57,11 @@ class Sharing:
         """The order of requests changed."""
         self._changed = True
 
-    def forests(self, batch: Batch, pool: PagePool, slots: Int64Array, part: Int64Array) -> list[PrefixForest]:
+    def forests(self, batch: Batch, slots: Int64Array, part: Int64Array) -> list[PrefixForest]:
         """The forests of a batch's parts.
 
         Args:
             batch: the batch.
-            pool: its tables by slot.
             slots: int64[num_requests], slot of each request.
             part: int64[num_requests], number of the forest that it belongs to.
         """
@@ -77,12 +78,10 @@ class Sharing:
                 self._build(batch, slots, part, num_parts)
             else:
                 where = stale.nonzero()[0]
-                self._update(self._tries, pool, slots[where], was_in[where], part[where])
+                self._update(self._tries, slots[where], was_in[where], part[where])
                 self._rank[slots] = np.arange(len(slots))
-                self._forests = [
-                    trie.forest(pool, self._limit, self._rank, len(slots), self._tail_begin)
-                    for trie in self._tries[:num_parts]
-                ]
+                limit, rank, tail_begin = self._addresses
+                self._forests = [trie.forest(limit, rank, len(slots), tail_begin) for trie in self._tries[:num_parts]]
             self._part[slots] = part
             self._changed = False
         return self._forests
@@ -101,15 +100,13 @@ class Sharing:
             self._gone[part].append(slot)
             self._part[slot] = NOWHERE
 
-    def _update(
-        self, tries: list[Trie], pool: PagePool, slots: Int64Array, was_in: Int64Array, part: Int64Array
-    ) -> None:
+    def _update(self, tries: list[Trie], slots: Int64Array, was_in: Int64Array, part: Int64Array) -> None:
         """Hang stale requests up anew. All are taken out first: where one belongs is judged by those that are in."""
         for number, trie in enumerate(tries):
             left = self._gone[number]
             gone, come = slots[was_in == number], slots[part == number]
             if left or len(gone) or len(come):
-                trie.update(pool, self._limit, np.concatenate((np.array(left, np.int64), gone)), come)
+                trie.update(self._addresses[0], np.concatenate((np.array(left, np.int64), gone)), come)
                 left.clear()
 
     def _build(self, batch: Batch, slots: Int64Array, part: Int64Array, num_parts: int) -> None:
