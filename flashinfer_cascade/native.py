@@ -7,6 +7,8 @@ it runs. Without it, plans are the same and take longer.
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 from enum import IntEnum
 from itertools import accumulate
 from pathlib import Path
@@ -33,7 +35,7 @@ from flashinfer_cascade.fold import Cut
 from flashinfer_cascade.forest import PrefixForest
 from flashinfer_cascade.pages import PagePool
 
-LIBRARY = Path(__file__).with_name("_core.so")
+SOURCE, LIBRARY = (Path(__file__).with_name(name) for name in ("core.c", "_core.so"))
 BACKENDS: tuple[Backend, ...] = ("fa2", "fa2_uncut", "fa3", "decode")
 MAX_LEVELS = 64
 
@@ -102,11 +104,15 @@ class Rated(NamedTuple):
     merged: int = 0
 
 
+@functools.cache
 def load_core() -> ctypes.CDLL | None:
-    """The core, or None where it was not built, or was built for another machine."""
+    """The core, or None where it was not built, or from another source or for another machine."""
     try:
         core = ctypes.CDLL(str(LIBRARY))
-    except OSError:
+        core.fic_source.restype = ctypes.c_char_p
+        if core.fic_source() != hashlib.sha256(SOURCE.read_bytes()).hexdigest().encode():
+            return None
+    except (OSError, AttributeError):
         return None
     core.fic_rate.argtypes = (_P, _P, _I64, _I64, _P, _P, _I64, _P, _P)
     core.fic_rate.restype = _I64
