@@ -1,6 +1,6 @@
 """Build the native core where there is a C compiler; without one the wheel is pure Python, and plans take longer.
 
-    python hatch_build.py      # in a checkout: into the package's folder
+python hatch_build.py      # in a checkout: into the package's folder
 """
 
 from __future__ import annotations

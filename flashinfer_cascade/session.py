@@ -32,10 +32,13 @@ class PlanSession:
 
     A call that raises leaves the session as it was. A session is for one thread at a time, apart from what `plan_async`
     says.
+
+    Attributes:
+        config: that of the planner.
     """
 
     def __init__(self, chooser: Chooser) -> None:
-        self._config, self._chooser = chooser.config, chooser
+        self.config, self._chooser = chooser.config, chooser
         self._slots: dict[Hashable, int] = {}  # slot of each request, in the order of the batch
         self._free: list[int] = []
         self._pool = PagePool()
@@ -163,7 +166,7 @@ class PlanSession:
             InvalidBatchError: a request is unknown or named twice, a page is out of range or missing.
         """
         self._settle()
-        lens, space, page_size = self._seq_lens, self._space, self._config.page_size
+        lens, space, page_size = self._seq_lens, self._space, self.config.page_size
         given, pages = self._given(new_pages) if new_pages else ([], [])
         if ids is None:
             full = (lens >= space).nonzero()[0].tolist()
@@ -198,7 +201,7 @@ class PlanSession:
         self._settle()
         slot = self._slot(id)
         length = _integer("seq_len", seq_len, 0, int(self._seq_lens[slot]))
-        count = -(-length // self._config.page_size)
+        count = -(-length // self.config.page_size)
         self._pool.cut(slot, count)
         self._sharing.cut(slot, count)
         self._computed[slot] = min(int(self._computed[slot]), length)
@@ -218,7 +221,7 @@ class PlanSession:
         self._settle()
         slot = self._slot(id)
         index = _integer("index", index, 0, int(self._pool.count[slot]) - 1)
-        page = _integer("page", page, 0, self._config.max_kv_pages - 1)
+        page = _integer("page", page, 0, self.config.max_kv_pages - 1)
         if int(self._pool.table(slot)[index]) != page:
             self._pool.replace(slot, index, page)
             self._sharing.cut(slot, index)
@@ -302,7 +305,7 @@ class PlanSession:
         return plan
 
     def _plan_anew(self, qo_lens: Any, capacity: PlanCapacity | None) -> CascadePlan:
-        config = self._config
+        config = self.config
         if not self._slots:
             raise InvalidBatchError("the batch is empty: skip the step when no request is live")
         if self._order is None:
@@ -352,12 +355,12 @@ class PlanSession:
     def _set_length(self, slot: int, length: int) -> None:
         self._seq_lens[slot] = length
         self._grows[slot] = 1 if length else 0
-        self._space[slot] = int(self._pool.count[slot]) * self._config.page_size if length else ENDLESS
+        self._space[slot] = int(self._pool.count[slot]) * self.config.page_size if length else ENDLESS
         self._changed = True
 
     def _more_slots(self) -> None:
         old = len(self._seq_lens)
-        new = min(max(2 * old, 64), self._config.max_batch_size)
+        new = min(max(2 * old, 64), self.config.max_batch_size)
         for name, fill in (("_seq_lens", 0), ("_grows", 0), ("_space", ENDLESS), ("_computed", 0), ("_last_rows", 1)):
             values = np.full(new, fill, np.int64)
             values[:old] = getattr(self, name)
@@ -375,18 +378,18 @@ class PlanSession:
     def _check_new(self, id: Hashable) -> None:
         if id in self._slots:
             raise InvalidBatchError(f"request {id!r} is in the session already: remove it first, or use another id")
-        if len(self._slots) >= self._config.max_batch_size:
+        if len(self._slots) >= self.config.max_batch_size:
             raise CapacityError(
-                f"{len(self._slots) + 1} requests exceed max_batch_size={self._config.max_batch_size}: "
+                f"{len(self._slots) + 1} requests exceed max_batch_size={self.config.max_batch_size}: "
                 "raise it in CascadeConfig or remove one first"
             )
 
     def _check_enough(self, id: Hashable, length: int, num_pages: int) -> None:
-        needed = -(-length // self._config.page_size)
+        needed = -(-length // self.config.page_size)
         if num_pages < needed:
             raise InvalidBatchError(
                 f"request {id!r}: its table has {num_pages} pages, but {length} tokens need {needed} at "
-                f"page_size={self._config.page_size}: give the new pages too"
+                f"page_size={self.config.page_size}: give the new pages too"
             )
 
     def _check_given(self, full: list[int], given: list[int]) -> None:
@@ -405,12 +408,12 @@ class PlanSession:
         except KeyError:
             slots = [self._slot(id) for id in new_pages]  # says which
         pages = list(new_pages.values())
-        if {int}.issuperset(map(type, pages)) and min(pages) >= 0 and max(pages) < self._config.max_kv_pages:
+        if {int}.issuperset(map(type, pages)) and min(pages) >= 0 and max(pages) < self.config.max_kv_pages:
             return slots, pages
         return slots, self._pages("new_pages", pages).tolist()
 
     def _pages(self, name: str, pages: Any) -> NDArray[Any]:
-        return id_vector(name, pages, self._config.max_kv_pages)
+        return id_vector(name, pages, self.config.max_kv_pages)
 
 
 _NONE = np.zeros(0, np.int64)
