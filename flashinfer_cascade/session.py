@@ -70,6 +70,11 @@ class PlanSession:
         """The live requests, in the order of the batch."""
         return list(self._slots)
 
+    @property
+    def pool_entries(self) -> int:
+        """Page ids that the session has memory for, 4 bytes each."""
+        return self._pool.capacity
+
     def seq_len(self, id: Hashable) -> int:
         """KV tokens of a request."""
         self._settle()
