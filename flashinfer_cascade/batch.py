@@ -43,6 +43,8 @@ class Batch:
         page_counts: int64[num_requests], pages that each request's `seq_len` needs.
         seq_lens: int64[num_requests], KV tokens with this step's new ones; 0 marks a padding request.
         qo_lens: int64[num_requests], query rows of this step, at least 1.
+        block: int64[4, num_requests], of which these four are the rows.
+        address: where that lies, for C.
     """
 
     page_size: int
@@ -51,6 +53,14 @@ class Batch:
     page_counts: Int64Array
     seq_lens: Int64Array
     qo_lens: Int64Array
+    block: Int64Array
+    address: int
+
+    @classmethod
+    def of(cls, page_size: int, pages: PageView, block: Int64Array) -> Batch:
+        """The batch in a block, which is never written to again."""
+        page_begin, page_counts, seq_lens, qo_lens = block
+        return cls(page_size, pages, page_begin, page_counts, seq_lens, qo_lens, block, block.ctypes.data)
 
     @property
     def num_requests(self) -> int:
@@ -111,7 +121,8 @@ def make_batch(config: CascadeConfig, block_tables: Any, seq_lens: Any, qo_lens:
     kv_indices[total:] = -1
     _fill_indices(kv_indices[:total], block_tables, kv_indptr, counts, lens, config)
     kv_indices.flags.writeable = False  # plans hold views of it
-    return Batch(config.page_size, PageView(kv_indices, total), kv_indptr[:-1], counts, lens, rows)
+    block = np.array((kv_indptr[:-1], counts, lens, rows))
+    return Batch.of(config.page_size, PageView(kv_indices, total), block)
 
 
 def check_num_indices(config: CascadeConfig, total: int) -> None:

@@ -9,9 +9,8 @@ import numpy as np
 
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error, fit_cut, num_slots
-from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
+from flashinfer_cascade.config import MAX_INT32, CascadeConfig, PlannerPolicy
 from flashinfer_cascade.cost import CostModel, PartShape
-from flashinfer_cascade.csr import Int64Array
 from flashinfer_cascade.errors import UnsupportedError
 from flashinfer_cascade.fold import Cut, best_cuts, cut_at, no_cut
 from flashinfer_cascade.forest import PrefixForest, build_forest
@@ -49,19 +48,19 @@ class Chooser:
         self.core = core
         self._rater = None if core is None else Rater(core, self._cost, policy)
 
-    def parts(self, batch: Batch) -> tuple[list[PartName], Int64Array]:
-        """Names of the parts of a batch, and which of them each request is in: int64[num_requests]."""
-        append = batch.qo_lens > self.policy.max_decode_rows
-        if append.any() and not append.all():
-            return ["decode", "append"], append.astype(np.int64)
-        return ["append" if append[0] else "decode"], np.zeros(len(append), np.int64)
-
     def split(self, batch: Batch) -> Groups:
         """The parts of a batch, their sharing found from scratch."""
-        names, part = self.parts(batch)
+        append = batch.qo_lens > self.policy.max_decode_rows
+        names = self.part_names(int(np.count_nonzero(append)), len(append))
         if len(names) == 1:
             return [(names[0], build_forest(batch))]
-        return [(name, build_forest(batch, (part == number).nonzero()[0])) for number, name in enumerate(names)]
+        return [(name, build_forest(batch, (append == number).nonzero()[0])) for number, name in enumerate(names)]
+
+    def part_names(self, num_append: int, num_requests: int) -> list[PartName]:
+        """Names of the parts of a batch, of which so many requests have more than `max_decode_rows` rows."""
+        if 0 < num_append < num_requests:
+            return ["decode", "append"]
+        return ["append" if num_append else "decode"]
 
     def plan(
         self, batch: Batch, groups: Groups, capacity: PlanCapacity | None, last: CascadePlan | None = None
@@ -109,24 +108,27 @@ class Chooser:
 
         def flat(reason: str, **others: float) -> Choice:
             predicted = {"flat": flat_us, **others}
-            return Choice(name, "flat", reason, shape, no_cut(forest), rated.flat_backends, predicted)
+            return Choice(
+                name, "flat", reason, shape, no_cut(forest), rated.flat_backends, predicted, rated.tokens_left
+            )
 
         if why_flat is not None:
             return flat(why_flat)
         if rated.cut is None:
             return flat(NO_CASCADE[rated.status])
+        more = rated.tokens_left, rated.raw
         cascade: Executor = "levels" if policy.executor == "auto" else policy.executor
         predicted: dict[str, float] = {"flat": flat_us, cascade: us}
         note = f"; {rated.merged} shared segments merged to fit the limits" if rated.merged else ""
         if policy.executor != "auto":
             reason = f"the policy asks for {cascade}{note}"
-            return Choice(name, cascade, reason, shape, rated.cut, rated.backends, predicted)
+            return Choice(name, cascade, reason, shape, rated.cut, rated.backends, predicted, *more)
         gain = flat_us / us
         if gain < policy.min_speedup:
             low = f"a cascade is predicted {gain:.2f}x as fast, below min_speedup={policy.min_speedup:g}"
             return flat(low + note, levels=us)
         reason = f"predicted {gain:.2f}x as fast as flat{note}"
-        return Choice(name, cascade, reason, shape, rated.cut, rated.backends, predicted)
+        return Choice(name, cascade, reason, shape, rated.cut, rated.backends, predicted, *more)
 
     def _why_flat(self, batch: Batch, forest: PrefixForest) -> str | None:
         """Why no cascade is to be looked for; None when one is."""
@@ -151,16 +153,18 @@ class Chooser:
             if rated.status in (Status.FOUND, Status.NOTHING_PAYS):
                 return rated
         shape = PartShape.of(batch, forest)
+        lens = batch.seq_lens[forest.order]
+        tokens_left = int((shape.context - lens)[lens > 0].min(initial=MAX_INT32))
         flat = self._cost.flat(shape)
         wanted = self._candidate_cuts(shape) if cascade else []
         cuts = [self._fit(shape, cut, room) for cut in wanted]
         rate = self._cost.stock if self.policy.executor == "stock" else self._cost.levels
         rated_cuts = [(*rate(shape, cut), cut, i) for i, cut in enumerate(cuts) if cut.kept.any()]
         if not rated_cuts:
-            return Rated(Status.NO_ROOM if wanted else Status.NOTHING_PAYS, shape, *flat)
+            return Rated(Status.NO_ROOM if wanted else Status.NOTHING_PAYS, shape, tokens_left, *flat)
         us, backends, cut, which = min(rated_cuts, key=lambda item: item[0])
         merged = int(wanted[which].kept.sum() - cut.kept.sum())
-        return Rated(Status.FOUND, shape, *flat, us, backends, cut, merged)
+        return Rated(Status.FOUND, shape, tokens_left, *flat, us, backends, cut, merged)
 
     def _candidate_cuts(self, shape: PartShape) -> list[Cut]:
         forest = shape.forest

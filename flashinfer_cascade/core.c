@@ -41,11 +41,18 @@ typedef struct {
     const i64 *parent, *depth, *begin, *end, *page_begin, *num_pages, *first_page;
 } forest;
 
-/* What is found, besides the arrays; native.Found. */
+/* batch.Batch.block. */
+typedef struct {
+    const i64 *page_begin, *page_counts, *seq_lens, *qo_lens;
+} batch;
+
+/* What is found, besides the arrays: the head of the output of fic_rate, HEAD numbers long. */
 typedef struct {
     double flat_us, us;
-    i64 flat_backend, num_levels, backends[MAX_LEVELS];
+    i64 flat_backend, num_levels, tokens_left, backends[MAX_LEVELS];
 } found;
+
+enum { HEAD = sizeof(found) / sizeof(i64) }; /* native.HEAD */
 
 /* fold.Cut */
 typedef struct {
@@ -66,6 +73,11 @@ static forest forest_of(const i64 *block, i64 n, i64 nodes) {
     forest f = {n, nodes, block, block + n, block + 2 * n, node, node + nodes, node + 2 * nodes, node + 3 * nodes,
                 node + 4 * nodes, node + 5 * nodes, node + 6 * nodes};
     return f;
+}
+
+static batch batch_of(const i64 *block, i64 n) {
+    batch b = {block, block + n, block + 2 * n, block + 3 * n};
+    return b;
 }
 
 /* cost.round_tokens */
@@ -308,28 +320,33 @@ static i64 best_cuts(const model *m, const forest *f, const i64 *rows, const i64
     return count;
 }
 
-/* choose.Chooser.rate without a capacity.
+/* choose.Chooser._rate without a capacity.
  *
- * block, n, nodes: the forest. seq_lens, qo_lens: by request. cascade: whether to look for one.
- * out: i64[5 * n + 1 + 3 * nodes + ceil(nodes / 8)]: rows, context, row_indptr (PartShape), tail_start, tail_above,
- * node_start, node_level, node_above, kept (Cut).
+ * block, n, nodes: the forest. requests, n_all: the batch. cascade: whether to look for one.
+ * out: i64[HEAD + 5 * n + 1 + 3 * nodes + ceil(nodes / 8)]: found; rows, context, row_indptr (PartShape); tail_start,
+ * tail_above, node_start, node_level, node_above, kept (Cut).
  */
-i64 fic_rate(const model *m, const i64 *block, i64 n, i64 nodes, const i64 *seq_lens, const i64 *qo_lens, i64 cascade,
-             i64 *out, found *result) {
+i64 fic_rate(const model *m, const i64 *block, i64 n, i64 nodes, const i64 *requests, i64 n_all, i64 cascade,
+             i64 *out) {
     forest f = forest_of(block, n, nodes);
-    i64 page = m->page_size, unique = 0, status = NOTHING_PAYS;
+    batch b = batch_of(requests, n_all);
+    found *result = (found *)out;
+    out += HEAD;
+    i64 page = m->page_size, unique = 0, status = NOTHING_PAYS, left = INT32_MAX;
     i64 *rows = out, *context = out + n, *row_indptr = out + 2 * n;
     i64 *scratch = malloc((size_t)(3 * n) * sizeof(i64));
     if (!scratch) return NO_MEMORY;
     i64 *some_rows = scratch, *tokens = scratch + n, *node_at = scratch + 2 * n;
     row_indptr[0] = 0;
     for (i64 i = 0; i < n; i++) {
-        i64 shared = f.tail_begin[i] * page, own = round_tokens(seq_lens[f.order[i]] - shared);
-        rows[i] = qo_lens[f.order[i]];
+        i64 r = f.order[i], shared = f.tail_begin[i] * page, own = round_tokens(b.seq_lens[r] - shared);
+        rows[i] = b.qo_lens[r];
         row_indptr[i + 1] = row_indptr[i] + rows[i];
         context[i] = shared + own;
         unique += own;
+        if (b.seq_lens[r]) left = min_of(left, context[i] - b.seq_lens[r]);
     }
+    result->tokens_left = left;
     for (i64 v = 0; v < nodes; v++) unique += f.num_pages[v] * page;
 
     launch flat = {rows, tokens, n, unique, 0, 0};
@@ -389,19 +406,22 @@ done:
 
 /* layout._columns for one part.
  *
- * kept: NULL when flat. The others are those of Cut and Batch; q_begin: by request, its first row of q. *_at: requests,
- * rows and segments of the parts before, *_all: of the whole batch.
+ * rated: the output of fic_rate that holds the cut; NULL when flat. *_at: requests, rows and segments of the parts
+ * before, *_all: of the whole batch.
  * out: int32[2 * n_all + 1 + 2 * rows_all + 7 * segs_all], the arrays of a plan one after the other.
  */
-i64 fic_columns(const i64 *block, i64 n, i64 nodes, const uint8_t *kept, const i64 *node_start, const i64 *node_level,
-                const i64 *tail_start, i64 num_levels, i64 page, const i64 *seq_lens, const i64 *qo_lens,
-                const i64 *page_begin, const i64 *page_counts, const i64 *q_begin, i64 n_at, i64 rows_at, i64 segs_at,
-                i64 n_all, i64 rows_all, i64 segs_all, int32_t *out) {
+i64 fic_columns(const i64 *block, i64 n, i64 nodes, const i64 *rated, i64 page, const i64 *requests, i64 n_at,
+                i64 rows_at, i64 segs_at, i64 n_all, i64 rows_all, i64 segs_all, int32_t *out) {
+    const i64 *tail_start = rated + HEAD + 3 * n + 1, *node_start = tail_start + 2 * n, *node_level = node_start + nodes;
+    const uint8_t *kept = rated ? (const uint8_t *)(node_start + 3 * nodes) : NULL;
+    i64 num_levels = rated ? ((const found *)rated)->num_levels : 1;
+    batch b = batch_of(requests, n_all);
     forest f = forest_of(block, n, nodes);
     int32_t *order = out, *indptr = out + n_all, *row_order = indptr + n_all + 1, *row_pos = row_order + rows_all;
     int32_t *seg = row_pos + rows_all + segs_at;
-    i64 *node_at = malloc((size_t)max_of(n, n_all) * sizeof(i64));
+    i64 *node_at = malloc((size_t)(2 * n_all) * sizeof(i64)), *q_begin = node_at + n_all;
     if (!node_at) return -1;
+    for (i64 r = 0, row = 0; r < n_all; row += b.qo_lens[r++]) q_begin[r] = row;
     order += n_at, indptr += n_at;
     if (kept) {
         for (i64 i = 0; i < n; i++) order[i] = (int32_t)f.order[i];
@@ -413,11 +433,11 @@ i64 fic_columns(const i64 *block, i64 n, i64 nodes, const uint8_t *kept, const i
     }
     i64 row = rows_at;
     for (i64 i = 0; i < n; i++) {
-        i64 r = order[i], q = q_begin[r], position = seq_lens[r] ? seq_lens[r] - qo_lens[r] : -1;
+        i64 r = order[i], q = q_begin[r], position = b.seq_lens[r] ? b.seq_lens[r] - b.qo_lens[r] : -1;
         indptr[i] = (int32_t)row;
-        for (i64 k = 0; k < qo_lens[r]; k++, row++) {
+        for (i64 k = 0; k < b.qo_lens[r]; k++, row++) {
             row_order[row] = (int32_t)(q + k);
-            row_pos[row] = (int32_t)(seq_lens[r] ? position + k : -1);
+            row_pos[row] = (int32_t)(b.seq_lens[r] ? position + k : -1);
         }
     }
     indptr[n] = (int32_t)row;
@@ -432,7 +452,7 @@ i64 fic_columns(const i64 *block, i64 n, i64 nodes, const uint8_t *kept, const i
             i64 pages = f.page_begin[v] + f.num_pages[v] - node_start[v];
             seg[s] = indptr[i];
             seg[s + segs_all] = indptr[f.end[v]] - indptr[i];
-            seg[s + 2 * segs_all] = (int32_t)(page_begin[order[i]] + node_start[v]);
+            seg[s + 2 * segs_all] = (int32_t)(b.page_begin[order[i]] + node_start[v]);
             seg[s + 3 * segs_all] = (int32_t)pages;
             seg[s + 4 * segs_all] = (int32_t)(node_start[v] * page);
             seg[s + 5 * segs_all] = (int32_t)(pages * page);
@@ -443,31 +463,59 @@ i64 fic_columns(const i64 *block, i64 n, i64 nodes, const uint8_t *kept, const i
         i64 r = order[i], start = kept ? tail_start[i] : 0;
         seg[s] = indptr[i];
         seg[s + segs_all] = indptr[i + 1] - indptr[i];
-        seg[s + 2 * segs_all] = (int32_t)(page_begin[r] + start);
-        seg[s + 3 * segs_all] = (int32_t)(page_counts[r] - start);
+        seg[s + 2 * segs_all] = (int32_t)(b.page_begin[r] + start);
+        seg[s + 3 * segs_all] = (int32_t)(b.page_counts[r] - start);
         seg[s + 4 * segs_all] = (int32_t)(start * page);
-        seg[s + 5 * segs_all] = (int32_t)(seq_lens[r] - start * page);
+        seg[s + 5 * segs_all] = (int32_t)(b.seq_lens[r] - start * page);
         seg[s + 6 * segs_all] = (int32_t)(num_levels - 1);
     }
     free(node_at);
     return row;
 }
 
-/* Which requests share what, request by request; native.Trie.
+/* Which requests share what, request by request.
  *
  * Requests stand in an order in which those that share a run of pages are neighbours. member: slot at each position;
  * lcp: pages that it shares with the next one; split: its first page that differs from the one before, -1 if it could
- * not share one. By slot: begin of its table in ids, and limit, the pages that it may share.
+ * not share one.
  */
 typedef struct {
-    i64 n;
-    i64 *member, *lcp, *split;
-    const int32_t *ids;
-    const i64 *begin, *limit;
+    i64 n, *member, *lcp, *split;
 } trie;
 
-static i64 page_of(const trie *t, i64 slot, i64 depth) {
-    return depth < t->limit[slot] ? t->ids[t->begin[slot] + depth] : -1;
+enum { MAX_PARTS = 2, NOWHERE = -1 };
+
+/* What a session knows of its requests, by slot; native.State. */
+typedef struct {
+    const int32_t *ids;                                           /* of the pool */
+    const i64 *begin, *seq_lens, *computed_lens, *last_rows;      /* of the pool and of the session */
+    i64 *part, *limit, *tail_begin, *rank;                        /* of sharing.Sharing */
+    trie tries[MAX_PARTS];
+} state;
+
+/* PlanSession._gather: the batch, from its slots.
+ *
+ * rows: by request, NULL for the tokens since the last plan. out: i64[4 * n + 3], the batch's block, then rows, pages
+ * and requests with more than max_decode_rows rows.
+ */
+void fic_gather(const state *st, const i64 *slots, i64 n, i64 page, i64 max_decode_rows, const i64 *rows, i64 *out) {
+    i64 *begin = out, *counts = out + n, *lens = out + 2 * n, *row_out = out + 3 * n, *total = out + 4 * n;
+    memset(total, 0, 3 * sizeof(i64));
+    for (i64 i = 0; i < n; i++) {
+        i64 s = slots[i], len = st->seq_lens[s], num = rows ? rows[i] : len - st->computed_lens[s];
+        if (!num) num = min_of(st->last_rows[s], max_of(len, 1));
+        begin[i] = st->begin[s];
+        counts[i] = ceil_div(len, page);
+        lens[i] = len;
+        row_out[i] = num;
+        total[0] += num;
+        total[1] += counts[i];
+        total[2] += num > max_decode_rows;
+    }
+}
+
+static i64 page_of(const state *st, i64 slot, i64 depth) {
+    return depth < st->limit[slot] ? st->ids[st->begin[slot] + depth] : -1;
 }
 
 static void trie_remove(trie *t, i64 slot) {
@@ -483,22 +531,22 @@ static void trie_remove(trie *t, i64 slot) {
     t->n--;
 }
 
-static void trie_insert(trie *t, i64 slot) {
-    i64 n = t->n, low = 0, high = n, depth = 0, limit = t->limit[slot];
+static void trie_insert(const state *st, trie *t, i64 slot) {
+    i64 n = t->n, low = 0, high = n, depth = 0, limit = st->limit[slot];
     i64 at = n, above = 0; /* where it goes, and what it shares with the one before */
     for (;;) {
-        i64 page = page_of(t, slot, depth), first = high, end;
+        i64 page = page_of(st, slot, depth), first = high, end;
         at = high, above = depth;
         if (page >= 0 && low < high) {
-            if (page_of(t, t->member[low], depth) == page) first = low;
+            if (page_of(st, t->member[low], depth) == page) first = low;
             else
                 for (i64 i = low + 1; i < high; i++)
                     if (t->lcp[i - 1] == depth && t->split[i] == page) { first = i; break; }
         }
         if (first == high) break;
-        i64 run = t->limit[t->member[first]];
+        i64 run = st->limit[t->member[first]];
         for (end = first + 1; end < high && t->lcp[end - 1] > depth; end++) run = min_of(run, t->lcp[end - 1]);
-        const int32_t *mine = t->ids + t->begin[slot], *its = t->ids + t->begin[t->member[first]];
+        const int32_t *mine = st->ids + st->begin[slot], *its = st->ids + st->begin[t->member[first]];
         i64 most = min_of(run, limit), same = depth + 1;
         while (same + 64 <= most && !memcmp(mine + same, its + same, 64 * sizeof(int32_t))) same += 64;
         while (same < most && mine[same] == its[same]) same++;
@@ -513,27 +561,52 @@ static void trie_insert(trie *t, i64 slot) {
     t->member[at] = slot;
     t->lcp[at] = at > 0 ? t->lcp[at - 1] : 0;
     if (at > 0) t->lcp[at - 1] = above;
-    t->split[at] = page_of(t, slot, at > 0 ? above : 0);
+    t->split[at] = page_of(st, slot, at > 0 ? above : 0);
     t->n++;
 }
 
-/* Remove and insert requests by slot: state is i64[3, room], n how many requests it holds. Returns the new n. */
-i64 fic_update(i64 *state, i64 room, i64 n, const int32_t *ids, const i64 *begin, const i64 *limit, const i64 *gone,
-               i64 num_gone, const i64 *come, i64 num_come) {
-    trie t = {n, state, state + room, state + 2 * room, ids, begin, limit};
-    for (i64 i = 0; i < num_gone; i++) trie_remove(&t, gone[i]);
-    for (i64 i = 0; i < num_come; i++) trie_insert(&t, come[i]);
-    return t.n;
+/* Sharing._leave. */
+void fic_leave(state *st, i64 slot) {
+    if (st->part[slot] != NOWHERE) trie_remove(&st->tries[st->part[slot]], slot);
+    st->part[slot] = NOWHERE;
+}
+
+/* The stale requests of Sharing.forests hang up anew; returns how many.
+ *
+ * All are taken out first: where one belongs is judged by those that are in. max_decode_rows: more rows make a request
+ * part 1; -1 when there is one part.
+ */
+i64 fic_share(state *st, const i64 *slots, i64 n, i64 page, const i64 *requests, i64 max_decode_rows) {
+    batch b = batch_of(requests, n);
+    i64 stale = 0;
+    for (i64 i = 0; i < n; i++) {
+        i64 s = slots[i], part = max_decode_rows >= 0 && b.qo_lens[i] > max_decode_rows;
+        i64 limit = max_of(b.seq_lens[i] - b.qo_lens[i], 0) / page, before = st->limit[s];
+        if (st->part[s] != part || (limit != before && min_of(limit, before) <= st->tail_begin[s])) {
+            fic_leave(st, s);
+            stale++;
+        }
+        st->limit[s] = limit;
+        st->rank[s] = i;
+    }
+    for (i64 i = 0; stale && i < n; i++) {
+        i64 s = slots[i];
+        if (st->part[s] != NOWHERE) continue;
+        st->part[s] = max_decode_rows >= 0 && b.qo_lens[i] > max_decode_rows;
+        trie_insert(st, &st->tries[st->part[s]], s);
+    }
+    return stale;
 }
 
 /* forest.build_forest: the nodes, numbered and ordered by the requests' ranks in the batch.
  *
- * rank: by slot, the request's number. block: i64[10 * n], the forest. tail_begin: by slot, written too. Returns the
- * number of nodes, -1 without memory.
+ * number_of_part: which trie. num_ranks: requests of the batch. block: i64[10 * n], the forest. Returns the number of
+ * nodes, -1 without memory.
  */
-i64 fic_forest(i64 *state, i64 room, i64 n, const int32_t *ids, const i64 *begin, const i64 *limit, const i64 *rank,
-               i64 num_ranks, i64 *block, i64 *tail_begin) {
-    trie t = {n, state, state + room, state + 2 * room, ids, begin, limit};
+i64 fic_forest(state *st, i64 number_of_part, i64 num_ranks, i64 *block) {
+    trie t = st->tries[number_of_part];
+    const i64 *rank = st->rank;
+    i64 n = t.n;
     i64 *memory = malloc((size_t)(14 * n + num_ranks + 4) * sizeof(i64));
     if (!memory) return -1;
     i64 *lcp = memory, *parent = lcp + n, *some = parent + n, *stack = some + n, *tail = stack + n;
@@ -600,7 +673,7 @@ i64 fic_forest(i64 *state, i64 room, i64 n, const int32_t *ids, const i64 *begin
             i64 i = child - n;
             order[at] = rank[t.member[i]];
             tail_node[at] = here == nodes ? -1 : here;
-            tails[at] = tail_begin[t.member[i]] = here == nodes ? 0 : lcp[here];
+            tails[at] = st->tail_begin[t.member[i]] = here == nodes ? 0 : lcp[here];
             at++;
             child = next[child];
         } else {
@@ -628,7 +701,7 @@ i64 fic_forest(i64 *state, i64 room, i64 n, const int32_t *ids, const i64 *begin
         node[3 * nodes + x] = to[v];
         node[4 * nodes + x] = start;
         node[5 * nodes + x] = lcp[v] - start;
-        node[6 * nodes + x] = t.ids[t.begin[t.member[some[v]]] + start];
+        node[6 * nodes + x] = st->ids[st->begin[t.member[some[v]]] + start];
     }
     for (i64 i = 0; i < n; i++)
         if (tail_node[i] >= 0) tail_node[i] = number[tail_node[i]];

@@ -36,6 +36,7 @@ class PrefixForest:
         tail_begin: int64[num_requests], page at which the own KV of the request at each position begins.
         block: int64[3 * num_requests + 7 * num_nodes], of which all of these are parts: order, tail_node, tail_begin,
             and the others in the order of this list.
+        address: where that lies, for C.
     """
 
     order: Int64Array
@@ -49,6 +50,7 @@ class PrefixForest:
     tail_node: Int64Array
     tail_begin: Int64Array
     block: Int64Array
+    address: int
 
     @classmethod
     def of(cls, block: Int64Array, num_requests: int) -> PrefixForest:
@@ -57,9 +59,8 @@ class PrefixForest:
         n, nodes = num_requests, (len(block) - 3 * num_requests) // 7
         parent, depth, begin, end, page_begin, num_pages, first_page = block[3 * n :].reshape(7, nodes)
         tail_node, tail_begin = block[n : 2 * n], block[2 * n : 3 * n]
-        return cls(
-            block[:n], parent, depth, begin, end, page_begin, num_pages, first_page, tail_node, tail_begin, block
-        )
+        by_node = parent, depth, begin, end, page_begin, num_pages, first_page
+        return cls(block[:n], *by_node, tail_node, tail_begin, block, block.ctypes.data)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PrefixForest.of, (self.block, len(self.order))

@@ -23,7 +23,7 @@ _structure_ids = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was decided on one part, before it is laid out."""
+    """What was decided on one part, before it is laid out; `tokens_left` and `raw` are those of `native.Rated`."""
 
     name: PartName
     executor: Executor
@@ -32,6 +32,8 @@ class Choice:
     cut: Cut
     backends: tuple[Backend, ...]
     predicted_us: dict[str, float]
+    tokens_left: int
+    raw: Int64Array | None = None
 
     @property
     def forest(self) -> PrefixForest:
@@ -70,18 +72,19 @@ def lay_out(
         core: does it faster, and the same.
         last: a plan whose structure, where this one has the same, is used again.
     """
-    if core is None:
+    kept = [int(np.count_nonzero(choice.cut.kept)) for choice in choices]
+    if core is None or any(num and choice.raw is None for num, choice in zip(kept, choices, strict=True)):
         columns = _columns(batch, choices)
     else:
-        cuts = [(choice.forest, choice.cut) for choice in choices]
+        cuts = [(choice.forest, num, choice.raw) for num, choice in zip(kept, choices, strict=True)]
         row_order, rest = lay_out_columns(core, batch, cuts)
         columns = Columns(row_order, *rest)
     parts = []
     begin = seg = 0
-    for choice in choices:
+    for choice, num in zip(choices, kept, strict=True):
         forest, cut = choice.forest, choice.cut
         end = begin + len(forest.order)
-        seg_end = seg + end - begin + int(np.count_nonzero(cut.kept))
+        seg_end = seg + end - begin + num
         row_begin, row_end = int(columns.qo_indptr[begin]), int(columns.qo_indptr[end])
         parts.append(
             PlanPart(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.config import PlannerPolicy
@@ -30,14 +31,15 @@ from flashinfer_cascade.cost import (
     CostModel,
     PartShape,
 )
-from flashinfer_cascade.csr import Int32Array, Int64Array, indptr
+from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.fold import Cut
 from flashinfer_cascade.forest import PrefixForest
-from flashinfer_cascade.pages import PagePool
 
 SOURCE, LIBRARY = (Path(__file__).with_name(name) for name in ("core.c", "_core.so"))
 BACKENDS: tuple[Backend, ...] = ("fa2", "fa2_uncut", "fa3", "decode")
-MAX_LEVELS = 64
+MAX_LEVELS, MAX_PARTS = 64, 2
+HEAD = 5 + MAX_LEVELS
+"""Numbers before the arrays in what `fic_rate` writes."""
 
 _I64, _F64, _P = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -71,37 +73,29 @@ class Model(ctypes.Structure):
     )
 
 
-class Found(ctypes.Structure):
-    """What a search found."""
-
-    _fields_ = (
-        ("flat_us", _F64),
-        ("us", _F64),
-        ("flat_backend", _I64),
-        ("num_levels", _I64),
-        ("backends", _I64 * MAX_LEVELS),
-    )
-
-
 class Rated(NamedTuple):
     """Predicted times of flat and of the best cascade.
 
     Attributes:
         status: whether there is a cascade, and why not.
         shape: the part.
+        tokens_left: that every request may grow by before a rounded length moves.
         flat_us, flat_backends: of flat attention.
         us, backends, cut: of the cascade, where there is one.
         merged: nodes that it had to give up to fit the limits.
+        raw: int64, all of it as C wrote it; None when Python did it.
     """
 
     status: Status
     shape: PartShape
+    tokens_left: int
     flat_us: float
     flat_backends: tuple[Backend, ...]
     us: float = 0.0
     backends: tuple[Backend, ...] = ()
     cut: Cut | None = None
     merged: int = 0
+    raw: Int64Array | None = None
 
 
 @functools.cache
@@ -114,14 +108,14 @@ def load_core() -> ctypes.CDLL | None:
             return None
     except (OSError, AttributeError):
         return None
-    core.fic_rate.argtypes = (_P, _P, _I64, _I64, _P, _P, _I64, _P, _P)
-    core.fic_rate.restype = _I64
-    core.fic_columns.argtypes = (_P, _I64, _I64, _P, _P, _P, _P, _I64, _I64, _P, _P, _P, _P, _P, *(_I64,) * 6, _P)
-    core.fic_columns.restype = _I64
-    core.fic_update.argtypes = (_P, _I64, _I64, _P, _P, _P, _P, _I64, _P, _I64)
-    core.fic_update.restype = _I64
-    core.fic_forest.argtypes = (_P, _I64, _I64, _P, _P, _P, _P, _I64, _P, _P)
-    core.fic_forest.restype = _I64
+    core.fic_rate.argtypes = (_P, _P, _I64, _I64, _P, _I64, _I64, _P)
+    core.fic_columns.argtypes = (_P, _I64, _I64, _P, _I64, _P, *(_I64,) * 6, _P)
+    core.fic_gather.argtypes = (_P, _P, _I64, _I64, _I64, _P, _P)
+    core.fic_leave.argtypes = (_P, _I64)
+    core.fic_share.argtypes = (_P, _P, _I64, _I64, _P, _I64)
+    core.fic_forest.argtypes = (_P, _I64, _I64, _P)
+    core.fic_gather.restype = core.fic_leave.restype = None
+    core.fic_rate.restype = core.fic_columns.restype = core.fic_share.restype = core.fic_forest.restype = _I64
     return core
 
 
@@ -169,131 +163,127 @@ class Rater:
     def rate(self, batch: Batch, forest: PrefixForest, cascade: bool) -> Rated:
         """Rate flat attention, and the best cascade if one is wanted."""
         n, nodes = len(forest.order), forest.num_nodes
-        out = np.empty(5 * n + 1 + 3 * nodes + -(-nodes // 8), np.int64)
-        found = Found()
-        status = Status(
-            self._rate(
-                self._address,
-                forest.block.ctypes.data,
-                n,
-                nodes,
-                batch.seq_lens.ctypes.data,
-                batch.qo_lens.ctypes.data,
-                cascade,
-                out.ctypes.data,
-                ctypes.addressof(found),
-            )
+        out = np.empty(HEAD + 5 * n + 1 + 3 * nodes + -(-nodes // 8), np.int64)
+        status = self._rate(
+            self._address, forest.address, n, nodes, batch.address, batch.num_requests, cascade, out.ctypes.data
         )
-        rows, context, row_indptr = out[:n], out[n : 2 * n], out[2 * n : 3 * n + 1]
+        flat_us, us = out[:2].view(np.float64).tolist()
+        flat_backend, num_levels, tokens_left, *numbers = out[2:HEAD].tolist()
+        at = HEAD + 3 * n + 1
+        rows, context, row_indptr = out[HEAD : HEAD + n], out[HEAD + n : HEAD + 2 * n], out[HEAD + 2 * n : at]
         shape = PartShape(forest, batch.page_size, rows, row_indptr, context)
-        flat_backends = (BACKENDS[found.flat_backend],)
-        if status is not Status.FOUND:
-            return Rated(status, shape, found.flat_us, flat_backends)
-        at = 3 * n + 1
+        flat_backends = (BACKENDS[flat_backend],)
+        if status != Status.FOUND:
+            return Rated(Status(status), shape, tokens_left, flat_us, flat_backends, raw=out)
         tail_start, tail_above = out[at : at + n], out[at + n : at + 2 * n]
         at += 2 * n
         start, level, above = out[at : at + nodes], out[at + nodes : at + 2 * nodes], out[at + 2 * nodes :][:nodes]
         kept = out[at + 3 * nodes :].view(np.bool_)[:nodes]
-        cut = Cut(kept, start, level, above, tail_start, tail_above, found.num_levels)
-        backends = tuple(BACKENDS[number] for number in found.backends[: found.num_levels])
-        return Rated(status, shape, found.flat_us, flat_backends, found.us, backends, cut)
+        cut = Cut(kept, start, level, above, tail_start, tail_above, num_levels)
+        backends = tuple([BACKENDS[number] for number in numbers[:num_levels]])
+        return Rated(Status.FOUND, shape, tokens_left, flat_us, flat_backends, us, backends, cut, 0, out)
 
 
 def lay_out_columns(
-    core: ctypes.CDLL, batch: Batch, parts: list[tuple[PrefixForest, Cut]]
+    core: ctypes.CDLL, batch: Batch, parts: list[tuple[PrefixForest, int, Int64Array | None]]
 ) -> tuple[Int32Array | None, list[Int32Array]]:
-    """The arrays of `layout.Columns`, in their order: row_order, and the others."""
-    n_all = len(batch.seq_lens)
-    q_begin = indptr(batch.qo_lens)
-    rows_all = int(q_begin[-1])
-    kept = [int(np.count_nonzero(cut.kept)) for _, cut in parts]
-    segs_all = n_all + sum(kept)
+    """The arrays of `layout.Columns`, in their order: row_order, and the others.
+
+    Args:
+        core: the native core.
+        batch: what is planned.
+        parts: the forest of each part, how many nodes are kept, and what `Rated.raw` says of them.
+    """
+    n_all = batch.num_requests
+    rows_all = batch.num_rows
+    segs_all = n_all + sum(kept for _, kept, _ in parts)
     out = np.empty(2 * n_all + 1 + 2 * rows_all + 7 * segs_all, np.int32)
-    of_batch = [a.ctypes.data for a in (batch.seq_lens, batch.qo_lens, batch.page_begin, batch.page_counts, q_begin)]
     address = out.ctypes.data
     n_at = rows_at = segs_at = 0
-    for (forest, cut), num_kept in zip(parts, kept, strict=True):
+    for forest, kept, raw in parts:
         n = len(forest.order)
-        of_cut: list[int | None] = [None] * 4
-        if num_kept:
-            of_cut = [a.ctypes.data for a in (cut.kept, cut.node_start, cut.node_level, cut.tail_start)]
-        block, page_size = forest.block.ctypes.data, batch.page_size
+        rated = raw.ctypes.data if kept and raw is not None else None
         where = n_at, rows_at, segs_at, n_all, rows_all, segs_all
         rows_at = core.fic_columns(
-            block, n, forest.num_nodes, *of_cut, cut.num_levels, page_size, *of_batch, *where, address
+            forest.address, n, forest.num_nodes, rated, batch.page_size, batch.address, *where, address
         )
         if rows_at < 0:
             raise MemoryError
-        n_at, segs_at = n_at + n, segs_at + n + num_kept
+        n_at, segs_at = n_at + n, segs_at + n + kept
     sizes = n_all, n_all + 1, rows_all, rows_all, *(segs_all,) * 7
-    order, qo_indptr, row_order, *rest = (
-        out[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)
-    )
+    ends = accumulate(sizes)
+    order, qo_indptr, row_order, *rest = [out[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     identity = bool((order[1:] > order[:-1]).all())
     return None if identity else row_order, [order, qo_indptr, *rest]
 
 
-class Trie:
-    """The sharing among some requests, kept up to date request by request; by slot.
+class _Trie(ctypes.Structure):
+    _fields_ = (("n", _I64), ("member", _P), ("lcp", _P), ("split", _P))
 
-    Args:
-        core: the native core.
-        pool: the requests' tables.
-    """
 
-    def __init__(self, core: ctypes.CDLL, pool: PagePool) -> None:
-        self._core, self._pool = core, pool
-        self._state = np.empty((3, 0), np.int64)
-        self._address = self._size = 0
+class _State(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("ids", "begin", "seq_lens", "computed_lens", "last_rows")),
+        *((name, _P) for name in ("part", "limit", "tail_begin", "rank")),
+        ("tries", _Trie * MAX_PARTS),
+    )
 
-    def update(self, limits: int, gone: Int64Array, come: Int64Array) -> None:
-        """Take requests out, and others in.
+
+class State:
+    """What a session knows of its requests, by slot, for C; and the sharing among them, request by request."""
+
+    def __init__(self, core: ctypes.CDLL) -> None:
+        self._core = core
+        self._state = _State()
+        self._address = ctypes.addressof(self._state)
+        self._tries = np.empty((MAX_PARTS, 3, 0), np.int64)
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def refer(self, num_slots: int, **arrays: NDArray[Any]) -> None:
+        """Name the arrays anew; they were replaced by larger ones."""
+        self._arrays |= arrays  # C reads them for as long as they are named
+        for name, array in arrays.items():
+            setattr(self._state, name, array.ctypes.data)
+        old = self._tries
+        if num_slots > old.shape[2]:
+            self._tries = np.empty((MAX_PARTS, 3, num_slots), np.int64)
+            self._tries[:, :, : old.shape[2]] = old
+            for trie, rows in zip(self._state.tries, self._tries, strict=True):
+                trie.member, trie.lcp, trie.split = (row.ctypes.data for row in rows)
+
+    def gather(
+        self, slots: Int64Array, page_size: int, max_decode_rows: int, rows: Int64Array | None
+    ) -> tuple[Int64Array, int, int, int]:
+        """What `PlanSession._gather` returns."""
+        n = len(slots)
+        out = np.empty(4 * n + 3, np.int64)
+        given = None if rows is None else rows.ctypes.data
+        self._core.fic_gather(self._address, slots.ctypes.data, n, page_size, max_decode_rows, given, out.ctypes.data)
+        num_rows, num_pages, num_append = out[4 * n :].tolist()
+        return out[: 4 * n].reshape(4, n), num_rows, num_pages, num_append
+
+    def leave(self, slot: int) -> None:
+        """A request is no longer part of what is shared."""
+        self._core.fic_leave(self._address, slot)
+
+    def share(self, slots: Int64Array, batch: Batch, max_decode_rows: int) -> bool:
+        """Look at the requests whose sharing may have changed: whether there are any.
 
         Args:
-            limits: address of int64[num_slots], pages that each may share.
-            gone: int64[n], slots; those that are not in are passed by.
-            come: int64[n], slots; none may be in.
+            slots: int64[num_requests], slot of each request.
+            batch: the requests.
+            max_decode_rows: more rows make a request part 1; -1 when there is one part.
         """
-        needed = self._size + len(come)
-        if needed > self._state.shape[1]:
-            state = np.empty((3, 2 * needed), np.int64)
-            state[:, : self._size] = self._state[:, : self._size]
-            self._state, self._address = state, state.ctypes.data
-        self._size = self._core.fic_update(
-            self._address,
-            self._state.shape[1],
-            self._size,
-            self._pool.ids_address,
-            self._pool.begin_address,
-            limits,
-            gone.ctypes.data,
-            len(gone),
-            come.ctypes.data,
-            len(come),
+        stale: int = self._core.fic_share(
+            self._address, slots.ctypes.data, len(slots), batch.page_size, batch.address, max_decode_rows
         )
+        return stale > 0
 
-    def forest(self, limits: int, rank: int, num_ranks: int, tail_begin: int) -> PrefixForest:
-        """The forest that `build_forest` finds.
-
-        Args:
-            limits: as for `update`.
-            rank: address of int64[num_slots], number of each request in the batch.
-            num_ranks: requests in the batch.
-            tail_begin: address of int64[num_slots], written: pages that each request shares.
-        """
-        block = np.empty(10 * self._size, np.int64)
-        nodes = self._core.fic_forest(
-            self._address,
-            self._state.shape[1],
-            self._size,
-            self._pool.ids_address,
-            self._pool.begin_address,
-            limits,
-            rank,
-            num_ranks,
-            block.ctypes.data,
-            tail_begin,
-        )
+    def forest(self, part: int, num_requests: int) -> PrefixForest:
+        """The forest that `build_forest` finds among a part of so many requests."""
+        n = self._state.tries[part].n
+        block = np.empty(10 * n, np.int64)
+        nodes = self._core.fic_forest(self._address, part, num_requests, block.ctypes.data)
         if nodes < 0:
             raise MemoryError
-        return PrefixForest.of(block[: 3 * self._size + 7 * nodes], self._size)
+        return PrefixForest.of(block[: 3 * n + 7 * nodes], n)

@@ -82,7 +82,6 @@ class PagePool:
         begin: int64[num_slots], where each table begins.
         count: int64[num_slots], pages of each table.
         moves: how many times a table was put somewhere.
-        ids_address, begin_address: where `ids` and `begin` lie, for C; asking numpy each time takes a microsecond.
     """
 
     def __init__(self) -> None:
@@ -91,7 +90,6 @@ class PagePool:
         # Pages that each table has room for; STUCK if what lies behind its pages is written already, 0 for no table.
         self._room = np.zeros(0, np.int64)
         self.moves = 0
-        self.ids_address = self.begin_address = 0
         self._top = 0
         self._version = 0
         self._pending: list[Int64Array] = []
@@ -120,7 +118,6 @@ class PagePool:
             new = np.zeros(num_slots, np.int64)
             new[: len(old)] = old
             setattr(self, name, new)
-        self.begin_address = self.begin.ctypes.data
 
     def table(self, slot: int) -> Int32Array:
         """The pages of one table: a view."""
@@ -214,7 +211,6 @@ class PagePool:
         self._ids = np.empty(capacity + INDEX_SLACK, np.int32)
         self._view = self._ids[:]
         self._view.flags.writeable = False
-        self.ids_address = self._ids.ctypes.data
         self._top = 0
         self._pool_id = next(_pool_ids)
         self._pending.clear()

@@ -16,6 +16,7 @@ from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.errors import CapacityError, InvalidBatchError
+from flashinfer_cascade.native import State
 from flashinfer_cascade.pages import PagePool
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.sharing import Sharing
@@ -42,7 +43,9 @@ class PlanSession:
         self._slots: dict[Hashable, int] = {}  # slot of each request, in the order of the batch
         self._free: list[int] = []
         self._pool = PagePool()
-        self._sharing = Sharing(chooser.core, self._pool)
+        self._state = None if chooser.core is None else State(chooser.core)
+        self._sharing = Sharing(self._state)
+        self._ids: Int32Array | None = None
         # By slot. Slots of no request, and for `_grows` those of padding too, hold what makes steps pass them by.
         self._seq_lens = np.zeros(0, np.int64)
         self._grows = np.zeros(0, np.int64)  # tokens that a step adds: 1, or 0
@@ -297,7 +300,7 @@ class PlanSession:
             if self._num_steps == 1 and self._steady is None and self._start_steady is not None:
                 self._steady = self._start_steady()
             if self._num_steps == 1 and self._steady is not None:
-                plan = self._steady.step(self._seq_lens, self._pool)
+                plan = self._steady.step(lambda slots: self._gather(slots, None)[0], self._pool)
                 if plan is not None:
                     return self._publish(plan)
         return self._plan_anew(qo_lens, capacity)
@@ -316,35 +319,50 @@ class PlanSession:
         if self._order is None:
             self._order = np.fromiter(self._slots.values(), np.int64, len(self._slots))
         slots = self._order
-        lens = self._seq_lens[slots]
-        if qo_lens is None:
-            rows = lens - self._computed[slots]
-            none = rows == 0
-            if none.any():
-                rows[none] = np.minimum(self._last_rows[slots], np.maximum(lens, 1))[none]
-            num_rows = int(rows.sum())
-            check_num_rows(config, num_rows)
-        else:
-            rows = query_lens(config, lens, qo_lens)
-            num_rows = int(rows.sum())
-        counts = -(-lens // config.page_size)
-        check_num_indices(config, int(counts.sum()))
-        batch = Batch(config.page_size, self._pool.view(), self._pool.begin[slots], counts, lens, rows)
-        names, part = self._chooser.parts(batch)
-        forests = self._sharing.forests(batch, slots, part)
+        given = None if qo_lens is None else query_lens(config, self._seq_lens[slots], qo_lens)
+        block, num_rows, num_pages, num_append = self._gather(slots, given)
+        check_num_rows(config, num_rows)
+        check_num_indices(config, num_pages)
+        batch = Batch.of(config.page_size, self._pool.view(), block)
+        names = self._chooser.part_names(num_append, len(slots))
+        forests = self._sharing.forests(batch, slots, len(names), self._chooser.policy.max_decode_rows)
         groups = list(zip(names, forests, strict=True))
         self._steady = self._start_steady = None
         plan, choices = self._chooser.plan(batch, groups, capacity, self._plan)
-        if choices is not None and num_rows == len(rows):
+        if choices is not None and num_rows == len(slots):
 
             def start() -> Steady:
                 until = self._sharing.tokens_until_change(batch, slots)
                 return Steady(self._chooser, batch, groups, choices, plan, slots, until, capacity)
 
             self._start_steady = start  # once the next plan is known to be such a step
-        self._last_rows[slots] = rows
+        self._last_rows[slots] = batch.qo_lens
         self._capacity = capacity
         return self._publish(plan)
+
+    def _gather(self, slots: Int64Array, rows: Int64Array | None) -> tuple[Int64Array, int, int, int]:
+        """The batch in some slots.
+
+        Args:
+            slots: int64[num_requests], slot of each request.
+            rows: int64[num_requests], query rows of each; None for the tokens since the last plan.
+
+        Returns:
+            `Batch.block`, and how many rows, pages, and requests with more than max_decode_rows rows it has.
+        """
+        page_size, most = self.config.page_size, self._chooser.policy.max_decode_rows
+        if self._state is not None:
+            if self._pool.ids is not self._ids:
+                self._ids = self._pool.ids
+                self._state.refer(len(self._seq_lens), ids=self._ids)
+            return self._state.gather(slots, page_size, most, rows)
+        lens = self._seq_lens[slots]
+        if rows is None:
+            rows = lens - self._computed[slots]
+            rows = np.where(rows == 0, np.minimum(self._last_rows[slots], np.maximum(lens, 1)), rows)
+        counts = -(-lens // page_size)
+        block = np.array((self._pool.begin[slots], counts, lens, rows))
+        return block, int(rows.sum()), int(counts.sum()), int(np.count_nonzero(rows > most))
 
     def _enter(self, id: Hashable, table: NDArray[Any], length: int, computed: int, last_rows: int) -> None:
         """Give a request a slot."""
@@ -372,6 +390,14 @@ class PlanSession:
             setattr(self, name, values)
         self._pool.resize(new)
         self._sharing.resize(new)
+        if self._state is not None:
+            self._state.refer(
+                new,
+                begin=self._pool.begin,
+                seq_lens=self._seq_lens,
+                computed_lens=self._computed,
+                last_rows=self._last_rows,
+            )
         self._free = list(range(new - 1, old - 1, -1))
 
     def _slot(self, id: Hashable) -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from ctypes import CDLL
-
 import numpy as np
 
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.csr import Int64Array
 from flashinfer_cascade.forest import PrefixForest, build_forest
-from flashinfer_cascade.native import Trie
-from flashinfer_cascade.pages import PagePool
+from flashinfer_cascade.native import State
 
 NOWHERE = -1
-MAX_PARTS = 2
 
 
 class Sharing:
@@ -23,16 +19,14 @@ class Sharing:
     While that page stays what it is, growing changes nothing.
     """
 
-    def __init__(self, core: CDLL | None, pool: PagePool) -> None:
+    def __init__(self, state: State | None) -> None:
+        self._state = state
         self._forests: list[PrefixForest] = []
         self._changed = True
-        self._tries = None if core is None else [Trie(core, pool) for _ in range(MAX_PARTS)]
-        self._gone: list[list[int]] = [[] for _ in range(MAX_PARTS)]  # slots that are still in a trie
         self._part = np.zeros(0, np.int64)  # forest that each slot's request is in
         self._limit = np.zeros(0, np.int64)  # pages that it could share then
         self._tail_begin = np.zeros(0, np.int64)  # pages that it did share
         self._rank = np.zeros(0, np.int64)  # its number in the batch
-        self._addresses = (0, 0, 0)
 
     def resize(self, num_slots: int) -> None:
         """Make room for more slots."""
@@ -41,7 +35,10 @@ class Sharing:
             new = np.full(num_slots, fill, np.int64)
             new[: len(old)] = old
             setattr(self, name, new)
-        self._addresses = (self._limit.ctypes.data, self._rank.ctypes.data, self._tail_begin.ctypes.data)
+        if self._state is not None:
+            self._state.refer(
+                num_slots, part=self._part, limit=self._limit, tail_begin=self._tail_begin, rank=self._rank
+            )
 
     def forget(self, slot: int) -> None:
         """The request in a slot left."""
@@ -57,33 +54,21 @@ class Sharing:
         """The order of requests changed."""
         self._changed = True
 
-    def forests(self, batch: Batch, slots: Int64Array, part: Int64Array) -> list[PrefixForest]:
+    def forests(self, batch: Batch, slots: Int64Array, num_parts: int, max_decode_rows: int) -> list[PrefixForest]:
         """The forests of a batch's parts.
 
         Args:
             batch: the batch.
             slots: int64[num_requests], slot of each request.
-            part: int64[num_requests], number of the forest that it belongs to.
+            num_parts: one, or two.
+            max_decode_rows: more rows make a request one of the second part.
         """
-        limits = batch.shareable_pages()
-        before, was_in = self._limit[slots], self._part[slots]
-        # Up to the first page that it shares with nobody, or could not share: what lies behind does not matter.
-        stale = np.minimum(limits, before) <= self._tail_begin[slots]
-        stale &= limits != before
-        stale |= was_in != part
-        self._limit[slots] = limits
-        if self._changed or stale.any():
-            num_parts = int(part.max()) + 1
-            if self._tries is None:
-                self._build(batch, slots, part, num_parts)
-            else:
-                where = stale.nonzero()[0]
-                self._update(self._tries, slots[where], was_in[where], part[where])
-                self._rank[slots] = np.arange(len(slots))
-                limit, rank, tail_begin = self._addresses
-                self._forests = [trie.forest(limit, rank, len(slots), tail_begin) for trie in self._tries[:num_parts]]
-            self._part[slots] = part
-            self._changed = False
+        most = max_decode_rows if num_parts > 1 else -1
+        if self._state is None:
+            self._look(batch, slots, most)
+        elif self._state.share(slots, batch, most) or self._changed:
+            self._forests = [self._state.forest(part, len(slots)) for part in range(num_parts)]
+        self._changed = False
         return self._forests
 
     def tokens_until_change(self, batch: Batch, slots: Int64Array) -> Int64Array:
@@ -95,24 +80,24 @@ class Sharing:
         return until
 
     def _leave(self, slot: int) -> None:
-        part = int(self._part[slot])
-        if part != NOWHERE:
-            self._gone[part].append(slot)
-            self._part[slot] = NOWHERE
+        if self._state is not None:
+            self._state.leave(slot)
+        self._part[slot] = NOWHERE
 
-    def _update(self, tries: list[Trie], slots: Int64Array, was_in: Int64Array, part: Int64Array) -> None:
-        """Hang stale requests up anew. All are taken out first: where one belongs is judged by those that are in."""
-        for number, trie in enumerate(tries):
-            left = self._gone[number]
-            gone, come = slots[was_in == number], slots[part == number]
-            if left or len(gone) or len(come):
-                trie.update(self._addresses[0], np.concatenate((np.array(left, np.int64), gone)), come)
-                left.clear()
-
-    def _build(self, batch: Batch, slots: Int64Array, part: Int64Array, num_parts: int) -> None:
+    def _look(self, batch: Batch, slots: Int64Array, max_decode_rows: int) -> None:
+        """Find the forests again if they may have changed."""
+        part = (batch.qo_lens > max_decode_rows).astype(np.int64) if max_decode_rows >= 0 else np.zeros_like(slots)
+        limits, before = batch.shareable_pages(), self._limit[slots]
+        # Up to the first page that it shares with nobody, or could not share: what lies behind does not matter.
+        stale = np.minimum(limits, before) <= self._tail_begin[slots]
+        stale &= limits != before
+        stale |= self._part[slots] != part
+        self._limit[slots], self._part[slots] = limits, part
+        if not self._changed and not stale.any():
+            return
         self._forests = [
-            build_forest(batch, None if num_parts == 1 else (part == number).nonzero()[0])
-            for number in range(num_parts)
+            build_forest(batch, None if max_decode_rows < 0 else (part == number).nonzero()[0])
+            for number in range(2 if max_decode_rows >= 0 else 1)
         ]
         for forest in self._forests:
             self._tail_begin[slots[forest.order]] = forest.tail_begin

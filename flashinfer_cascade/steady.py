@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -52,24 +53,18 @@ class Steady:
         self._seg_growth = growth
         self._more_indices = chooser.config.max_kv_indices - batch.num_pages
         self._steps_left = int((np.minimum(until, MAX_INT32) - batch.seq_lens)[grows].min(initial=MAX_INT32))
-        self._set_choice_left(batch)
+        self._set_choice_left()
 
-    def _set_choice_left(self, batch: Batch) -> None:
-        """Steps in which no rounded length moves."""
-        self._choice_left = MAX_INT32
-        if self._chooser.config.window_left >= 0:  # compared with exact lengths
-            self._choice_left = 0
-            return
-        for choice in self._choices:
-            seq_lens = batch.seq_lens[choice.forest.order]
-            left = (choice.shape.context - seq_lens)[seq_lens > 0]
-            self._choice_left = min(self._choice_left, int(left.min(initial=MAX_INT32)))
+    def _set_choice_left(self) -> None:
+        """Steps in which no rounded length moves; none where windows are compared with exact lengths."""
+        windowed = self._chooser.config.window_left >= 0
+        self._choice_left = 0 if windowed else min(choice.tokens_left for choice in self._choices)
 
-    def step(self, seq_lens: Int64Array, pool: PagePool) -> CascadePlan | None:
+    def step(self, gather: Callable[[Int64Array], Int64Array], pool: PagePool) -> CascadePlan | None:
         """Plan one step; None when it must be planned anew, and `Steady` with it.
 
         Args:
-            seq_lens: int64[num_slots], KV tokens by slot, the step's token included.
+            gather: gives `Batch.block` of some slots, the step's token included.
             pool: the block tables, with the step's pages.
         """
         config, plan = self._chooser.config, self._plan
@@ -85,14 +80,12 @@ class Steady:
         parts = plan.parts
         view = pool.view()
         if self._choice_left < 0:
-            lens = seq_lens[self._slots]
-            counts = -(-lens // config.page_size)
-            batch = Batch(config.page_size, view, pool.begin[self._slots], counts, lens, np.ones(len(lens), np.int64))
+            batch = Batch.of(config.page_size, view, gather(self._slots))
             choices = [self._chooser.choose(name, batch, forest) for name, forest in self._groups]
             if not all(a.same_as(b) for a, b in zip(choices, self._choices, strict=True)):
                 return None
             self._choices = choices
-            self._set_choice_left(batch)
+            self._set_choice_left()
             parts = tuple(
                 replace(part, reason=choice.reason, predicted_us=choice.predicted_us)
                 for part, choice in zip(parts, choices, strict=True)

@@ -4,10 +4,10 @@
     python scripts/bench_session.py [--steps 1000] [--requests 256] [--python] [--json PATH]
     python scripts/bench_session.py --soak 100000
 
-The first plays decode loops: a quarter of each context is shared by all requests, half by a sixteenth of them, a quarter
-is a request's own. "steady" loops add a token to each request a step; with "churn" 2% of the requests leave and as many
-join, too. A step's time is that of all calls of the session: removals, the step, additions, the plan. "one-shot" plans
-the same states from scratch, from a padded numpy table.
+The first plays decode loops: a quarter of each context is shared by all requests, half by a sixteenth of them, a
+quarter is a request's own. Each step adds a token to every request; with churn, 2% of them leave and as many join, too.
+A step's time is that of all calls of the session: removals, the step, additions, the plan. "one-shot" plans the same
+states from scratch, from a padded numpy table.
 
 The second makes random calls, and compares every plan with the one-shot plan of the Python planner.
 """
