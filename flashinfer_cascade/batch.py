@@ -57,10 +57,12 @@ class Batch:
     address: int
 
     @classmethod
-    def of(cls, page_size: int, pages: PageView, block: Int64Array) -> Batch:
+    def of(cls, page_size: int, pages: PageView, block: Int64Array, address: int | None = None) -> Batch:
         """The batch in a block, which is never written to again."""
+        if address is None:
+            address = block.ctypes.data
         page_begin, page_counts, seq_lens, qo_lens = block
-        return cls(page_size, pages, page_begin, page_counts, seq_lens, qo_lens, block, block.ctypes.data)
+        return cls(page_size, pages, page_begin, page_counts, seq_lens, qo_lens, block, address)
 
     @property
     def num_requests(self) -> int:

@@ -93,9 +93,9 @@ class Chooser:
                 num_slots=max(slots, 0),
             )
             choices.append(self.choose(name, batch, forest, room))
-            cut, shape = choices[-1].cut, choices[-1].shape
+            cut = choices[-1].cut
             segments -= int(cut.kept.sum())
-            partials -= int(shape.node_rows[cut.kept].sum())
+            partials -= int(PartShape.of(batch, forest).node_rows[cut.kept].sum())
             slots -= num_slots(forest, cut)
         return lay_out(self.config, batch, choices, core=self.core, last=last), None
 
@@ -104,12 +104,12 @@ class Chooser:
         policy = self.policy
         why_flat = self._why_flat(batch, forest)
         rated = self._rate(batch, forest, why_flat is None, room)
-        shape, flat_us, us = rated.shape, rated.flat_us, rated.us
+        flat_us, us = rated.flat_us, rated.us
 
         def flat(reason: str, **others: float) -> Choice:
             predicted = {"flat": flat_us, **others}
             return Choice(
-                name, "flat", reason, shape, no_cut(forest), rated.flat_backends, predicted, rated.tokens_left
+                name, "flat", reason, forest, no_cut(forest), rated.flat_backends, predicted, rated.tokens_left
             )
 
         if why_flat is not None:
@@ -122,13 +122,13 @@ class Chooser:
         note = f"; {rated.merged} shared segments merged to fit the limits" if rated.merged else ""
         if policy.executor != "auto":
             reason = f"the policy asks for {cascade}{note}"
-            return Choice(name, cascade, reason, shape, rated.cut, rated.backends, predicted, *more)
+            return Choice(name, cascade, reason, forest, rated.cut, rated.backends, predicted, *more)
         gain = flat_us / us
         if gain < policy.min_speedup:
             low = f"a cascade is predicted {gain:.2f}x as fast, below min_speedup={policy.min_speedup:g}"
             return flat(low + note, levels=us)
         reason = f"predicted {gain:.2f}x as fast as flat{note}"
-        return Choice(name, cascade, reason, shape, rated.cut, rated.backends, predicted, *more)
+        return Choice(name, cascade, reason, forest, rated.cut, rated.backends, predicted, *more)
 
     def _why_flat(self, batch: Batch, forest: PrefixForest) -> str | None:
         """Why no cascade is to be looked for; None when one is."""
@@ -161,10 +161,10 @@ class Chooser:
         rate = self._cost.stock if self.policy.executor == "stock" else self._cost.levels
         rated_cuts = [(*rate(shape, cut), cut, i) for i, cut in enumerate(cuts) if cut.kept.any()]
         if not rated_cuts:
-            return Rated(Status.NO_ROOM if wanted else Status.NOTHING_PAYS, shape, tokens_left, *flat)
+            return Rated(Status.NO_ROOM if wanted else Status.NOTHING_PAYS, tokens_left, *flat)
         us, backends, cut, which = min(rated_cuts, key=lambda item: item[0])
         merged = int(wanted[which].kept.sum() - cut.kept.sum())
-        return Rated(Status.FOUND, shape, tokens_left, *flat, us, backends, cut, merged)
+        return Rated(Status.FOUND, tokens_left, *flat, us, backends, cut, merged)
 
     def _candidate_cuts(self, shape: PartShape) -> list[Cut]:
         forest = shape.forest

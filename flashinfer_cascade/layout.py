@@ -11,7 +11,7 @@ import numpy as np
 
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.config import CascadeConfig
-from flashinfer_cascade.cost import Backend, PartShape
+from flashinfer_cascade.cost import Backend
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.fold import Cut
 from flashinfer_cascade.forest import PrefixForest
@@ -28,17 +28,12 @@ class Choice:
     name: PartName
     executor: Executor
     reason: str
-    shape: PartShape
+    forest: PrefixForest
     cut: Cut
     backends: tuple[Backend, ...]
     predicted_us: dict[str, float]
     tokens_left: int
     raw: Int64Array | None = None
-
-    @property
-    def forest(self) -> PrefixForest:
-        """All sharing among the part's requests."""
-        return self.shape.forest
 
     @property
     def order(self) -> Int64Array:

@@ -29,14 +29,15 @@ from flashinfer_cascade.cost import (
     TILES,
     Backend,
     CostModel,
-    PartShape,
 )
 from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.fold import Cut
 from flashinfer_cascade.forest import PrefixForest
+from flashinfer_cascade.pages import PageView
 
 SOURCE, LIBRARY = (Path(__file__).with_name(name) for name in ("core.c", "_core.so"))
 BACKENDS: tuple[Backend, ...] = ("fa2", "fa2_uncut", "fa3", "decode")
+FLAT_BACKENDS = tuple((name,) for name in BACKENDS)
 MAX_LEVELS, MAX_PARTS = 64, 2
 HEAD = 5 + MAX_LEVELS
 """Numbers before the arrays in what `fic_rate` writes."""
@@ -78,7 +79,6 @@ class Rated(NamedTuple):
 
     Attributes:
         status: whether there is a cascade, and why not.
-        shape: the part.
         tokens_left: that every request may grow by before a rounded length moves.
         flat_us, flat_backends: of flat attention.
         us, backends, cut: of the cascade, where there is one.
@@ -87,7 +87,6 @@ class Rated(NamedTuple):
     """
 
     status: Status
-    shape: PartShape
     tokens_left: int
     flat_us: float
     flat_backends: tuple[Backend, ...]
@@ -165,23 +164,27 @@ class Rater:
         n, nodes = len(forest.order), forest.num_nodes
         out = np.empty(HEAD + 5 * n + 1 + 3 * nodes + -(-nodes // 8), np.int64)
         status = self._rate(
-            self._address, forest.address, n, nodes, batch.address, batch.num_requests, cascade, out.ctypes.data
+            self._address, forest.address, n, nodes, batch.address, len(batch.seq_lens), cascade, out.ctypes.data
         )
         flat_us, us = out[:2].view(np.float64).tolist()
-        flat_backend, num_levels, tokens_left, *numbers = out[2:HEAD].tolist()
-        at = HEAD + 3 * n + 1
-        rows, context, row_indptr = out[HEAD : HEAD + n], out[HEAD + n : HEAD + 2 * n], out[HEAD + 2 * n : at]
-        shape = PartShape(forest, batch.page_size, rows, row_indptr, context)
-        flat_backends = (BACKENDS[flat_backend],)
+        flat_backend, num_levels, tokens_left = out[2:5].tolist()
+        flat_backends = FLAT_BACKENDS[flat_backend]
         if status != Status.FOUND:
-            return Rated(Status(status), shape, tokens_left, flat_us, flat_backends, raw=out)
-        tail_start, tail_above = out[at : at + n], out[at + n : at + 2 * n]
-        at += 2 * n
-        start, level, above = out[at : at + nodes], out[at + nodes : at + 2 * nodes], out[at + 2 * nodes :][:nodes]
-        kept = out[at + 3 * nodes :].view(np.bool_)[:nodes]
-        cut = Cut(kept, start, level, above, tail_start, tail_above, num_levels)
-        backends = tuple([BACKENDS[number] for number in numbers[:num_levels]])
-        return Rated(Status.FOUND, shape, tokens_left, flat_us, flat_backends, us, backends, cut, 0, out)
+            return Rated(Status(status), tokens_left, flat_us, flat_backends, raw=out)
+        tail_start = HEAD + 3 * n + 1
+        tail_above, start = tail_start + n, tail_start + 2 * n
+        level, above, kept = start + nodes, start + 2 * nodes, start + 3 * nodes
+        cut = Cut(
+            out[kept:].view(np.bool_)[:nodes],
+            out[start:level],
+            out[level:above],
+            out[above:kept],
+            out[tail_start:tail_above],
+            out[tail_above:start],
+            num_levels,
+        )
+        backends = tuple([BACKENDS[number] for number in out[5 : 5 + num_levels].tolist()])
+        return Rated(Status.FOUND, tokens_left, flat_us, flat_backends, us, backends, cut, 0, out)
 
 
 def lay_out_columns(
@@ -238,6 +241,7 @@ class State:
         self._address = ctypes.addressof(self._state)
         self._tries = np.empty((MAX_PARTS, 3, 0), np.int64)
         self._arrays: dict[str, NDArray[Any]] = {}
+        self._last_slots, self._slots_address = np.zeros(0, np.int64), 0
 
     def refer(self, num_slots: int, **arrays: NDArray[Any]) -> None:
         """Name the arrays anew; they were replaced by larger ones."""
@@ -252,15 +256,23 @@ class State:
                 trie.member, trie.lcp, trie.split = (row.ctypes.data for row in rows)
 
     def gather(
-        self, slots: Int64Array, page_size: int, max_decode_rows: int, rows: Int64Array | None
-    ) -> tuple[Int64Array, int, int, int]:
+        self, slots: Int64Array, page_size: int, pages: PageView, max_decode_rows: int, rows: Int64Array | None
+    ) -> tuple[Batch, int, int, int]:
         """What `PlanSession._gather` returns."""
         n = len(slots)
         out = np.empty(4 * n + 3, np.int64)
+        address = out.ctypes.data
         given = None if rows is None else rows.ctypes.data
-        self._core.fic_gather(self._address, slots.ctypes.data, n, page_size, max_decode_rows, given, out.ctypes.data)
+        self._core.fic_gather(self._address, self._slots(slots), n, page_size, max_decode_rows, given, address)
         num_rows, num_pages, num_append = out[4 * n :].tolist()
-        return out[: 4 * n].reshape(4, n), num_rows, num_pages, num_append
+        batch = Batch.of(page_size, pages, out[: 4 * n].reshape(4, n), address)
+        return batch, num_rows, num_pages, num_append
+
+    def _slots(self, slots: Int64Array) -> int:
+        """Address of the slots, which are mostly those of the last call."""
+        if slots is not self._last_slots:
+            self._last_slots, self._slots_address = slots, slots.ctypes.data
+        return self._slots_address
 
     def leave(self, slot: int) -> None:
         """A request is no longer part of what is shared."""
@@ -275,7 +287,7 @@ class State:
             max_decode_rows: more rows make a request part 1; -1 when there is one part.
         """
         stale: int = self._core.fic_share(
-            self._address, slots.ctypes.data, len(slots), batch.page_size, batch.address, max_decode_rows
+            self._address, self._slots(slots), len(slots), batch.page_size, batch.address, max_decode_rows
         )
         return stale > 0
 

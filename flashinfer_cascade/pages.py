@@ -92,7 +92,8 @@ class PagePool:
         self.moves = 0
         self._top = 0
         self._version = 0
-        self._pending: list[Int64Array] = []
+        self._pending: list[Int64Array] = []  # what was written since the last view
+        self._pending_runs: list[tuple[int, int]] = []
         self._log: deque[Int64Array] = deque(maxlen=LOG_LENGTH)
         self._new_array(MIN_CAPACITY)
 
@@ -143,7 +144,7 @@ class PagePool:
         begin = int(self.begin[slot]) + count
         self._ids[begin : begin + more] = pages
         self.count[slot] = count + more
-        self._pending.append(np.array([[begin], [begin + more]]))
+        self._pending_runs.append((begin, begin + more))
 
     def extend_each(self, slots: Int64Array, pages: NDArray[Any]) -> None:
         """Add one page behind the last one of each of these tables, all different."""
@@ -172,6 +173,9 @@ class PagePool:
 
     def view(self) -> PageView:
         """The array as it is now, for a plan."""
+        if self._pending_runs:
+            self._pending.append(np.array(self._pending_runs, np.int64).T)
+            self._pending_runs.clear()
         if self._pending:
             self._log.append(self._pending[0] if len(self._pending) == 1 else np.concatenate(self._pending, axis=1))
             self._pending = []
@@ -192,7 +196,7 @@ class PagePool:
         self.begin[slot], self.count[slot] = begin, num
         self._room[slot] = room
         if num:
-            self._pending.append(np.array([[begin], [begin + num]]))
+            self._pending_runs.append((begin, begin + num))
 
     def _move_all(self, extra: int) -> None:
         """Copy all tables into a new array that has room for `extra` entries more."""
@@ -214,4 +218,5 @@ class PagePool:
         self._top = 0
         self._pool_id = next(_pool_ids)
         self._pending.clear()
+        self._pending_runs.clear()
         self._log.clear()

@@ -320,10 +320,9 @@ class PlanSession:
             self._order = np.fromiter(self._slots.values(), np.int64, len(self._slots))
         slots = self._order
         given = None if qo_lens is None else query_lens(config, self._seq_lens[slots], qo_lens)
-        block, num_rows, num_pages, num_append = self._gather(slots, given)
+        batch, num_rows, num_pages, num_append = self._gather(slots, given)
         check_num_rows(config, num_rows)
         check_num_indices(config, num_pages)
-        batch = Batch.of(config.page_size, self._pool.view(), block)
         names = self._chooser.part_names(num_append, len(slots))
         forests = self._sharing.forests(batch, slots, len(names), self._chooser.policy.max_decode_rows)
         groups = list(zip(names, forests, strict=True))
@@ -340,7 +339,7 @@ class PlanSession:
         self._capacity = capacity
         return self._publish(plan)
 
-    def _gather(self, slots: Int64Array, rows: Int64Array | None) -> tuple[Int64Array, int, int, int]:
+    def _gather(self, slots: Int64Array, rows: Int64Array | None) -> tuple[Batch, int, int, int]:
         """The batch in some slots.
 
         Args:
@@ -348,21 +347,22 @@ class PlanSession:
             rows: int64[num_requests], query rows of each; None for the tokens since the last plan.
 
         Returns:
-            `Batch.block`, and how many rows, pages, and requests with more than max_decode_rows rows it has.
+            The batch, and how many rows, pages, and requests with more than max_decode_rows rows it has.
         """
-        page_size, most = self.config.page_size, self._chooser.policy.max_decode_rows
+        page_size, most, view = self.config.page_size, self._chooser.policy.max_decode_rows, self._pool.view()
         if self._state is not None:
             if self._pool.ids is not self._ids:
                 self._ids = self._pool.ids
                 self._state.refer(len(self._seq_lens), ids=self._ids)
-            return self._state.gather(slots, page_size, most, rows)
+            return self._state.gather(slots, page_size, view, most, rows)
         lens = self._seq_lens[slots]
         if rows is None:
             rows = lens - self._computed[slots]
             rows = np.where(rows == 0, np.minimum(self._last_rows[slots], np.maximum(lens, 1)), rows)
         counts = -(-lens // page_size)
         block = np.array((self._pool.begin[slots], counts, lens, rows))
-        return block, int(rows.sum()), int(counts.sum()), int(np.count_nonzero(rows > most))
+        batch = Batch.of(page_size, view, block)
+        return batch, int(rows.sum()), int(counts.sum()), int(np.count_nonzero(rows > most))
 
     def _enter(self, id: Hashable, table: NDArray[Any], length: int, computed: int, last_rows: int) -> None:
         """Give a request a slot."""

@@ -60,11 +60,11 @@ class Steady:
         windowed = self._chooser.config.window_left >= 0
         self._choice_left = 0 if windowed else min(choice.tokens_left for choice in self._choices)
 
-    def step(self, gather: Callable[[Int64Array], Int64Array], pool: PagePool) -> CascadePlan | None:
+    def step(self, gather: Callable[[Int64Array], Batch], pool: PagePool) -> CascadePlan | None:
         """Plan one step; None when it must be planned anew, and `Steady` with it.
 
         Args:
-            gather: gives `Batch.block` of some slots, the step's token included.
+            gather: gives the batch in some slots, the step's token included.
             pool: the block tables, with the step's pages.
         """
         config, plan = self._chooser.config, self._plan
@@ -78,9 +78,9 @@ class Steady:
         if self._capacity is not None and int(seg_num_pages.sum()) > self._capacity.num_page_indices:
             return None
         parts = plan.parts
-        view = pool.view()
         if self._choice_left < 0:
-            batch = Batch.of(config.page_size, view, gather(self._slots))
+            batch = gather(self._slots)
+            view = batch.pages
             choices = [self._chooser.choose(name, batch, forest) for name, forest in self._groups]
             if not all(a.same_as(b) for a, b in zip(choices, self._choices, strict=True)):
                 return None
@@ -90,6 +90,8 @@ class Steady:
                 replace(part, reason=choice.reason, predicted_us=choice.predicted_us)
                 for part, choice in zip(parts, choices, strict=True)
             )
+        else:
+            view = pool.view()
         begin = plan.seg_page_begin
         if pool.moves != self._moves:
             if self._moves < 0:
