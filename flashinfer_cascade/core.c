@@ -179,7 +179,7 @@ static double best_launch(const model *m, launch *l, i64 *backend) {
     }
     int is_cut, again;
     double us = fa2_us(m, l, 1, &is_cut), other;
-    *backend = FA2;
+    *backend = is_cut ? FA2 : FA2_UNCUT;
     if (is_cut && (other = fa2_us(m, l, 0, &again)) < us) us = other, *backend = FA2_UNCUT;
     if (l->num_rows == l->n && (other = decode_us(m, l)) < us) us = other, *backend = DECODE;
     if (l->num_rows >= m->fa3_min_rows * l->n && (other = fa3_us(m, l)) < us) us = other, *backend = FA3;
