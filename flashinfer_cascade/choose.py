@@ -46,7 +46,7 @@ class Chooser:
         self.policy = policy
         self._cost = CostModel(config, profile)
         self.core = core
-        self._rater = None if core is None else Rater(core, self._cost, policy)
+        self.rater = None if core is None else Rater(core, self._cost, policy)
 
     def split(self, batch: Batch) -> Groups:
         """The parts of a batch, their sharing found from scratch."""
@@ -101,36 +101,42 @@ class Chooser:
 
     def choose(self, name: PartName, batch: Batch, forest: PrefixForest, room: PlanCapacity | None = None) -> Choice:
         """Decide on one part: its segments, its executor."""
-        policy = self.policy
-        why_flat = self._why_flat(batch, forest)
+        why_flat = self.why_flat(batch, forest)
         rated = self._rate(batch, forest, why_flat is None, room)
-        flat_us, us = rated.flat_us, rated.us
+        executor, reason, predicted = self.conclude(why_flat, rated.status, rated.flat_us, rated.us, rated.merged)
+        cut, backends = rated.cut, rated.backends
+        if executor == "flat" or cut is None:
+            cut, backends = no_cut(forest), rated.flat_backends
+        return Choice(name, executor, reason, forest, cut, backends, predicted, rated.tokens_left, rated.raw)
 
-        def flat(reason: str, **others: float) -> Choice:
-            predicted = {"flat": flat_us, **others}
-            return Choice(
-                name, "flat", reason, forest, no_cut(forest), rated.flat_backends, predicted, rated.tokens_left
-            )
+    def conclude(
+        self, why_flat: str | None, status: Status, flat_us: float, us: float, merged: int = 0
+    ) -> tuple[Executor, str, dict[str, float]]:
+        """The executor of a part, why, and the predicted times that are told of.
 
+        Args:
+            why_flat: why no cascade was looked for; None when one was.
+            status: what came of that.
+            flat_us: predicted time of flat attention.
+            us: of the best cascade, where there is one.
+            merged: nodes that it had to give up.
+        """
         if why_flat is not None:
-            return flat(why_flat)
-        if rated.cut is None:
-            return flat(NO_CASCADE[rated.status])
-        more = rated.tokens_left, rated.raw
-        cascade: Executor = "levels" if policy.executor == "auto" else policy.executor
-        predicted: dict[str, float] = {"flat": flat_us, cascade: us}
-        note = f"; {rated.merged} shared segments merged to fit the limits" if rated.merged else ""
+            return "flat", why_flat, {"flat": flat_us}
+        if status != Status.FOUND:
+            return "flat", NO_CASCADE[status], {"flat": flat_us}
+        policy = self.policy
+        note = f"; {merged} shared segments merged to fit the limits" if merged else ""
         if policy.executor != "auto":
-            reason = f"the policy asks for {cascade}{note}"
-            return Choice(name, cascade, reason, forest, rated.cut, rated.backends, predicted, *more)
-        gain = flat_us / us
+            executor = policy.executor
+            return executor, f"the policy asks for {executor}{note}", {"flat": flat_us, executor: us}
+        gain, predicted = flat_us / us, {"flat": flat_us, "levels": us}
         if gain < policy.min_speedup:
             low = f"a cascade is predicted {gain:.2f}x as fast, below min_speedup={policy.min_speedup:g}"
-            return flat(low + note, levels=us)
-        reason = f"predicted {gain:.2f}x as fast as flat{note}"
-        return Choice(name, cascade, reason, forest, rated.cut, rated.backends, predicted, *more)
+            return "flat", low + note, predicted
+        return "levels", f"predicted {gain:.2f}x as fast as flat{note}", predicted
 
-    def _why_flat(self, batch: Batch, forest: PrefixForest) -> str | None:
+    def why_flat(self, batch: Batch, forest: PrefixForest) -> str | None:
         """Why no cascade is to be looked for; None when one is."""
         policy, window = self.policy, self.config.window_left
         if policy.executor == "flat":
@@ -148,8 +154,8 @@ class Chooser:
 
     def _rate(self, batch: Batch, forest: PrefixForest, cascade: bool, room: PlanCapacity | None) -> Rated:
         """Predict the time of flat attention and, if a cascade is wanted, of the best one."""
-        if self._rater is not None and room is None and self.policy.executor != "stock":
-            rated = self._rater.rate(batch, forest, cascade)
+        if self.rater is not None and room is None and self.policy.executor != "stock":
+            rated = self.rater.rate(batch, forest, cascade)
             if rated.status in (Status.FOUND, Status.NOTHING_PAYS):
                 return rated
         shape = PartShape.of(batch, forest)

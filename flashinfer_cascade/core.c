@@ -708,3 +708,32 @@ i64 fic_forest(state *st, i64 number_of_part, i64 num_ranks, i64 *block) {
     free(memory);
     return nodes;
 }
+
+/* Steady._grow and, where rating is asked for, Chooser._rate, for a batch of one part and a row a request.
+ *
+ * cascade: as for fic_rate, -1 not to rate. before, growth: int32[n + segs], row_pos and seg_kv_len of the plan before,
+ * and what a step adds to them. last: the output of fic_rate that the plan was chosen by. scratch: i64[4 * n + 3].
+ * rated: as for fic_rate. grown: int32[n + 2 * segs], the two arrays and seg_num_pages.
+ * Returns the status of fic_rate; DIFFERENT when it comes to another plan, were the executor the same; UNRATED.
+ */
+enum { DIFFERENT = 5, UNRATED = 6 }; /* native.Status */
+
+i64 fic_steady(const model *m, const state *st, const i64 *slots, i64 n, const i64 *block, i64 nodes, i64 cascade,
+               const int32_t *before, const int32_t *growth, i64 segs, const i64 *last, i64 is_flat, i64 *scratch,
+               i64 *rated, int32_t *grown) {
+    int32_t *pages = grown + n + segs;
+    for (i64 i = 0; i < n + segs; i++) grown[i] = before[i] + growth[i];
+    for (i64 i = 0; i < segs; i++) pages[i] = (int32_t)ceil_div(grown[n + i], m->page_size);
+    if (cascade < 0) return UNRATED;
+    fic_gather(st, slots, n, m->page_size, INT32_MAX, NULL, scratch);
+    i64 status = fic_rate(m, block, n, nodes, scratch, n, cascade, rated);
+    const found *now = (const found *)rated, *then = (const found *)last;
+    i64 kept = HEAD + 5 * n + 1 + 3 * nodes;
+    if (is_flat) return now->flat_backend == then->flat_backend ? status : DIFFERENT;
+    if (status != FOUND) return status;
+    size_t levels = (size_t)now->num_levels * sizeof(i64);
+    if (now->num_levels != then->num_levels || memcmp(now->backends, then->backends, levels) ||
+        memcmp(rated + kept, last + kept, (size_t)nodes))
+        return DIFFERENT;
+    return status;
+}

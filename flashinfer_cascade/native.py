@@ -53,6 +53,8 @@ class Status(IntEnum):
     TOO_DEEP = 2
     NO_MEMORY = 3
     NO_ROOM = 4
+    DIFFERENT = 5
+    UNRATED = 6
 
 
 class Model(ctypes.Structure):
@@ -113,6 +115,8 @@ def load_core() -> ctypes.CDLL | None:
     core.fic_leave.argtypes = (_P, _I64)
     core.fic_share.argtypes = (_P, _P, _I64, _I64, _P, _I64)
     core.fic_forest.argtypes = (_P, _I64, _I64, _P)
+    core.fic_steady.argtypes = (_P, _P, _P, _I64, _P, _I64, _I64, _P, _P, _I64, _P, _I64, _P, _P, _P)
+    core.fic_steady.restype = _I64
     core.fic_gather.restype = core.fic_leave.restype = None
     core.fic_rate.restype = core.fic_columns.restype = core.fic_share.restype = core.fic_forest.restype = _I64
     return core
@@ -157,14 +161,14 @@ class Rater:
         }
         assert values.keys() == {field[0] for field in Model._fields_}
         self._model = Model(**values)
-        self._address = ctypes.addressof(self._model)
+        self.address = ctypes.addressof(self._model)
 
     def rate(self, batch: Batch, forest: PrefixForest, cascade: bool) -> Rated:
         """Rate flat attention, and the best cascade if one is wanted."""
         n, nodes = len(forest.order), forest.num_nodes
         out = np.empty(HEAD + 5 * n + 1 + 3 * nodes + -(-nodes // 8), np.int64)
         status = self._rate(
-            self._address, forest.address, n, nodes, batch.address, len(batch.seq_lens), cascade, out.ctypes.data
+            self.address, forest.address, n, nodes, batch.address, len(batch.seq_lens), cascade, out.ctypes.data
         )
         flat_us, us = out[:2].view(np.float64).tolist()
         flat_backend, num_levels, tokens_left = out[2:5].tolist()
@@ -238,7 +242,7 @@ class State:
     def __init__(self, core: ctypes.CDLL) -> None:
         self._core = core
         self._state = _State()
-        self._address = ctypes.addressof(self._state)
+        self.address = ctypes.addressof(self._state)
         self._tries = np.empty((MAX_PARTS, 3, 0), np.int64)
         self._arrays: dict[str, NDArray[Any]] = {}
         self._last_slots, self._slots_address = np.zeros(0, np.int64), 0
@@ -263,7 +267,7 @@ class State:
         out = np.empty(4 * n + 3, np.int64)
         address = out.ctypes.data
         given = None if rows is None else rows.ctypes.data
-        self._core.fic_gather(self._address, self._slots(slots), n, page_size, max_decode_rows, given, address)
+        self._core.fic_gather(self.address, self._slots(slots), n, page_size, max_decode_rows, given, address)
         num_rows, num_pages, num_append = out[4 * n :].tolist()
         batch = Batch.of(page_size, pages, out[: 4 * n].reshape(4, n), address)
         return batch, num_rows, num_pages, num_append
@@ -276,7 +280,7 @@ class State:
 
     def leave(self, slot: int) -> None:
         """A request is no longer part of what is shared."""
-        self._core.fic_leave(self._address, slot)
+        self._core.fic_leave(self.address, slot)
 
     def share(self, slots: Int64Array, batch: Batch, max_decode_rows: int) -> bool:
         """Look at the requests whose sharing may have changed: whether there are any.
@@ -287,7 +291,7 @@ class State:
             max_decode_rows: more rows make a request part 1; -1 when there is one part.
         """
         stale: int = self._core.fic_share(
-            self._address, self._slots(slots), len(slots), batch.page_size, batch.address, max_decode_rows
+            self.address, self._slots(slots), len(slots), batch.page_size, batch.address, max_decode_rows
         )
         return stale > 0
 
@@ -295,7 +299,65 @@ class State:
         """The forest that `build_forest` finds among a part of so many requests."""
         n = self._state.tries[part].n
         block = np.empty(10 * n, np.int64)
-        nodes = self._core.fic_forest(self._address, part, num_requests, block.ctypes.data)
+        nodes = self._core.fic_forest(self.address, part, num_requests, block.ctypes.data)
         if nodes < 0:
             raise MemoryError
         return PrefixForest.of(block[: 3 * n + 7 * nodes], n)
+
+
+class Grower:
+    """Plans steps in which lengths grow, as `Steady` does.
+
+    Args:
+        core: the native core.
+        rater: of the planner.
+        state: of the session.
+        slots: int64[num_requests], slot of each request.
+        forest: sharing among them.
+        rated: what the plan was chosen by; `Rated.raw`.
+        before: int32[num_requests + num_segments], row_pos and seg_kv_len of the plan.
+        growth: int32[num_requests + num_segments], what each step adds to them.
+        is_flat: whether the plan is flat.
+        cascade: whether to look for a cascade when it is rated again.
+    """
+
+    def __init__(
+        self,
+        core: ctypes.CDLL,
+        rater: Rater,
+        state: State,
+        slots: Int64Array,
+        forest: PrefixForest,
+        rated: Int64Array,
+        before: Int32Array,
+        growth: Int32Array,
+        is_flat: bool,
+        cascade: bool,
+    ) -> None:
+        self._step, self._num, self._cascade, self._is_flat = core.fic_steady, len(slots), cascade, is_flat
+        self._before, self._rated, self._size = before, np.empty_like(rated), 2 * len(growth) - len(slots)
+        scratch = np.empty(4 * len(slots) + 3, np.int64)
+        self._head, self._times = self._rated[:5], self._rated[:2].view(np.float64)
+        self._kept_alive = rater, state, slots, forest, rated, growth, scratch  # C is told where they lie
+        self._address = before.ctypes.data
+        self._first = rater.address, state.address, slots.ctypes.data, len(slots), forest.address, forest.num_nodes
+        self._middle = growth.ctypes.data, len(growth) - len(slots), rated.ctypes.data, is_flat
+        self._last = scratch.ctypes.data, self._rated.ctypes.data
+
+    def step(self, rate: bool) -> tuple[Int32Array, Int32Array, Int32Array, Status]:
+        """Grow by a step: row_pos, seg_kv_len, seg_num_pages, and what came of rating."""
+        grown = np.empty(self._size, np.int32)
+        address = grown.ctypes.data
+        cascade = self._cascade if rate else -1
+        status = self._step(*self._first, cascade, self._address, *self._middle, *self._last, address)
+        self._before, self._address = grown, address
+        num, end = self._num, len(grown) - self._middle[1]
+        return grown[:num], grown[num:end], grown[end:], STATUSES[status]
+
+    def predicted(self) -> tuple[float, float, int]:
+        """Microseconds of flat attention and of the cascade, and tokens left, as rated last."""
+        flat_us, us = self._times.tolist()
+        return flat_us, us, int(self._head[4])
+
+
+STATUSES = tuple(Status)

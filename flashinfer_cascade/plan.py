@@ -83,6 +83,18 @@ class PlanPart:
         """Requests of the part."""
         return self.request_end - self.request_begin
 
+    def told_again(self, reason: str, predicted_us: dict[str, float]) -> PlanPart:
+        """The same part, for a reason and with predicted times of now."""
+        copy = object.__new__(PlanPart)  # in a decode loop, where dataclasses.replace takes its time
+        for name in _PART_FIELDS:
+            object.__setattr__(copy, name, getattr(self, name))
+        object.__setattr__(copy, "reason", reason)
+        object.__setattr__(copy, "predicted_us", predicted_us)
+        return copy
+
+
+_PART_FIELDS = tuple(f.name for f in fields(PlanPart))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CascadePlan:

@@ -332,7 +332,7 @@ class PlanSession:
 
             def start() -> Steady:
                 until = self._sharing.tokens_until_change(batch, slots)
-                return Steady(self._chooser, batch, groups, choices, plan, slots, until, capacity)
+                return Steady(self._chooser, self._state, batch, choices[0], plan, slots, until, capacity)
 
             self._start_steady = start  # once the next plan is known to be such a step
         self._last_rows[slots] = batch.qo_lens
