@@ -195,10 +195,12 @@ def id_vector(name: str, values: Any, max_kv_pages: int) -> NDArray[Any]:
     Raises:
         InvalidBatchError: they are not.
     """
-    out = _integer_array(name, values)
+    plain = type(values) is np.ndarray and values.dtype.kind == "i"
+    out = values if plain else _integer_array(name, values)
     if out.ndim != 1:
         raise InvalidBatchError(f"{name} has shape {out.shape}: give one page id per entry")
-    if len(out) and (out.min() < 0 or out.max() >= max_kv_pages):
+    # As unsigned numbers, negative ones are too large: one pass instead of two.
+    if len(out) and out.view(f"u{out.itemsize}").max() >= max_kv_pages:
         at = int(np.flatnonzero((out < 0) | (out >= max_kv_pages))[0])
         raise InvalidBatchError(
             f"{name}: page id {out[at]} at position {at} is outside [0, max_kv_pages={max_kv_pages})"

@@ -52,7 +52,9 @@ class PlanSession:
         self._space = np.zeros(0, np.int64)  # tokens that the pages hold
         self._computed = np.zeros(0, np.int64)  # tokens that no row of the next plan is for
         self._last_rows = np.zeros(0, np.int64)  # rows in the last plan
-        self._order: Int64Array | None = None  # the values of `_slots`
+        self._order = np.zeros(0, np.int64)  # the values of `_slots`, but for what came and left since
+        self._came: dict[int, None] = {}
+        self._left: list[int] = []
         self._num_steps = 0  # whole-batch steps since the last plan
         self._changed = True  # anything else since then
         self._steady: Steady | None = None
@@ -141,7 +143,11 @@ class PlanSession:
         self._sharing.forget(slot)
         self._seq_lens[slot] = self._grows[slot] = 0
         self._space[slot] = ENDLESS
-        self._order, self._changed = None, True
+        self._changed = True
+        if slot in self._came:
+            del self._came[slot]
+        else:
+            self._left.append(slot)
 
     def append(self, id: Hashable, num_tokens: int, new_pages: Any = ()) -> None:
         """Add tokens to one request, as rows of the next plan: a chunk of a prompt, draft tokens.
@@ -252,7 +258,9 @@ class PlanSession:
         if order != list(self._slots):
             self._slots = slots
             self._sharing.reorder()
-            self._order, self._changed = None, True
+            self._order, self._changed = np.fromiter(slots.values(), np.int64, len(slots)), True
+            self._came.clear()
+            self._left.clear()
 
     def plan(self, qo_lens: Any = None, *, capacity: PlanCapacity | None = None) -> CascadePlan:
         """Plan the batch as it is.
@@ -316,9 +324,7 @@ class PlanSession:
         config = self.config
         if not self._slots:
             raise InvalidBatchError("the batch is empty: skip the step when no request is live")
-        if self._order is None:
-            self._order = np.fromiter(self._slots.values(), np.int64, len(self._slots))
-        slots = self._order
+        slots = self._ordered()
         given = None if qo_lens is None else query_lens(config, self._seq_lens[slots], qo_lens)
         batch, num_rows, num_pages, num_append = self._gather(slots, given)
         check_num_rows(config, num_rows)
@@ -338,6 +344,18 @@ class PlanSession:
         self._last_rows[slots] = batch.qo_lens
         self._capacity = capacity
         return self._publish(plan)
+
+    def _ordered(self) -> Int64Array:
+        """The slots in the order of the batch."""
+        if self._left:
+            stays = np.ones(len(self._seq_lens), np.bool_)
+            stays[self._left] = False
+            self._order = self._order[stays[self._order]]
+            self._left.clear()
+        if self._came:
+            self._order = np.concatenate((self._order, np.array(list(self._came), np.int64)))
+            self._came.clear()
+        return self._order
 
     def _gather(self, slots: Int64Array, rows: Int64Array | None) -> tuple[Batch, int, int, int]:
         """The batch in some slots.
@@ -373,7 +391,7 @@ class PlanSession:
         self._pool.put(slot, table)
         self._computed[slot], self._last_rows[slot] = computed, last_rows
         self._set_length(slot, length)
-        self._order = None
+        self._came[slot] = None
 
     def _set_length(self, slot: int, length: int) -> None:
         self._seq_lens[slot] = length
