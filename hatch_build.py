@@ -41,12 +41,14 @@ else:
     class NativeCore(BuildHookInterface):
         def initialize(self, version, build_data):
             self.folder = tempfile.TemporaryDirectory()
-            library = Path(self.folder.name, NAME)
+            editable = version == "editable"  # runs from the checkout
+            library = PACKAGE / NAME if editable else Path(self.folder.name, NAME)
             problem = build(library)
             if problem is not None:
                 self.app.display_warning(f"the native core was not built, planning will be slower: {problem}")
                 return
-            build_data["force_include"][str(library)] = f"{PACKAGE.name}/{NAME}"
+            if not editable:
+                build_data["force_include"][str(library)] = f"{PACKAGE.name}/{NAME}"
             # It is loaded with ctypes: one wheel for all versions of Python, but for this platform alone.
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

@@ -64,6 +64,9 @@ class Batch:
         page_begin, page_counts, seq_lens, qo_lens = block
         return cls(page_size, pages, page_begin, page_counts, seq_lens, qo_lens, block, address)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Batch.of, (self.page_size, self.pages, self.block)
+
     @property
     def num_requests(self) -> int:
         """Requests in the batch, padding included."""

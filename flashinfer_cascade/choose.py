@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import CDLL
+from ctypes import PyDLL
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +40,7 @@ class Chooser:
     """
 
     def __init__(
-        self, config: CascadeConfig, policy: PlannerPolicy, profile: DeviceProfile, core: CDLL | None = None
+        self, config: CascadeConfig, policy: PlannerPolicy, profile: DeviceProfile, core: PyDLL | None = None
     ) -> None:
         self.config = config
         self.policy = policy

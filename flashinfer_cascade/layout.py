@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from ctypes import CDLL
+from ctypes import PyDLL
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ def lay_out(
     batch: Batch,
     choices: list[Choice],
     *,
-    core: CDLL | None = None,
+    core: PyDLL | None = None,
     last: CascadePlan | None = None,
 ) -> CascadePlan:
     """Lay out all parts' requests, rows and segments in one set of arrays.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
 
 INDEX_SLACK = 1024
@@ -204,7 +205,7 @@ class PagePool:
         slots = self._room.nonzero()[0].tolist()
         sizes = self.count + self.count // ROOM_SHARE + MIN_ROOM
         needed = int(sizes[slots].sum()) + extra
-        self._new_array(max(SPARE * needed, MIN_CAPACITY))
+        self._new_array(min(max(SPARE * needed, MIN_CAPACITY), MAX_INT32 - INDEX_SLACK))
         for slot in slots:
             begin, num, room = int(self.begin[slot]), int(self.count[slot]), int(sizes[slot])
             self._ids[self._top : self._top + num] = old[begin : begin + num]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,12 @@ from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.errors import CapacityError, InvalidBatchError
-from flashinfer_cascade.native import State
+from flashinfer_cascade.native_session import State
 from flashinfer_cascade.pages import PagePool
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.sharing import Sharing
+from flashinfer_cascade.slots import Slots
 from flashinfer_cascade.steady import Steady
-
-ENDLESS = np.iinfo(np.int64).max
 
 
 class PlanSession:
@@ -40,21 +39,11 @@ class PlanSession:
 
     def __init__(self, chooser: Chooser) -> None:
         self.config, self._chooser = chooser.config, chooser
-        self._slots: dict[Hashable, int] = {}  # slot of each request, in the order of the batch
-        self._free: list[int] = []
+        self._slots = Slots(self.config.page_size, self.config.max_batch_size)
         self._pool = PagePool()
         self._state = None if chooser.core is None else State(chooser.core)
         self._sharing = Sharing(self._state)
-        self._ids: Int32Array | None = None
-        # By slot. Slots of no request, and for `_grows` those of padding too, hold what makes steps pass them by.
-        self._seq_lens = np.zeros(0, np.int64)
-        self._grows = np.zeros(0, np.int64)  # tokens that a step adds: 1, or 0
-        self._space = np.zeros(0, np.int64)  # tokens that the pages hold
-        self._computed = np.zeros(0, np.int64)  # tokens that no row of the next plan is for
-        self._last_rows = np.zeros(0, np.int64)  # rows in the last plan
-        self._order = np.zeros(0, np.int64)  # the values of `_slots`, but for what came and left since
-        self._came: dict[int, None] = {}
-        self._left: list[int] = []
+        self._ids: Int32Array | None = None  # that the native core knows of
         self._num_steps = 0  # whole-batch steps since the last plan
         self._changed = True  # anything else since then
         self._steady: Steady | None = None
@@ -65,15 +54,15 @@ class PlanSession:
         self._pending: Future[CascadePlan] | None = None
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._slots.by_id)
 
     def __contains__(self, id: Hashable) -> bool:
-        return id in self._slots
+        return id in self._slots.by_id
 
     @property
     def ids(self) -> list[Hashable]:
         """The live requests, in the order of the batch."""
-        return list(self._slots)
+        return list(self._slots.by_id)
 
     @property
     def pool_entries(self) -> int:
@@ -83,7 +72,7 @@ class PlanSession:
     def seq_len(self, id: Hashable) -> int:
         """KV tokens of a request."""
         self._settle()
-        return int(self._seq_lens[self._slot(id)])
+        return int(self._slots.seq_lens[self._slot(id)])
 
     def block_table(self, id: Hashable) -> Int32Array:
         """The pages of a request: int32[num_pages], CPU, read-only."""
@@ -126,7 +115,7 @@ class PlanSession:
         self._settle()
         slot = self._slot(id)
         self._check_new(new_id)
-        lens = int(self._seq_lens[slot]), int(self._computed[slot]), int(self._last_rows[slot])
+        lens = int(self._slots.seq_lens[slot]), int(self._slots.computed_lens[slot]), int(self._slots.last_rows[slot])
         self._enter(new_id, self._pool.table(slot), *lens)
 
     def remove(self, id: Hashable) -> None:
@@ -136,18 +125,11 @@ class PlanSession:
             InvalidBatchError: it is not in the session.
         """
         self._settle()
-        slot = self._slot(id)
-        del self._slots[id]
-        self._free.append(slot)
+        self._slot(id)
+        slot = self._slots.leave(id)
         self._pool.drop(slot)
         self._sharing.forget(slot)
-        self._seq_lens[slot] = self._grows[slot] = 0
-        self._space[slot] = ENDLESS
         self._changed = True
-        if slot in self._came:
-            del self._came[slot]
-        else:
-            self._left.append(slot)
 
     def append(self, id: Hashable, num_tokens: int, new_pages: Any = ()) -> None:
         """Add tokens to one request, as rows of the next plan: a chunk of a prompt, draft tokens.
@@ -163,7 +145,7 @@ class PlanSession:
         self._settle()
         slot = self._slot(id)
         table = self._pages("new_pages", new_pages)
-        length = int(self._seq_lens[slot])
+        length = int(self._slots.seq_lens[slot])
         length += _integer("num_tokens", num_tokens, 0, MAX_INT32 - length)
         self._check_enough(id, length, int(self._pool.count[slot]) + len(table))
         self._pool.extend(slot, table)
@@ -180,8 +162,9 @@ class PlanSession:
             InvalidBatchError: a request is unknown or named twice, a page is out of range or missing.
         """
         self._settle()
-        lens, space, page_size = self._seq_lens, self._space, self.config.page_size
-        given, pages = self._given(new_pages) if new_pages else ([], [])
+        lens, space, grows = self._slots.seq_lens, self._slots.space, self._slots.grows
+        page_size = self.config.page_size
+        given, pages = ([], []) if new_pages is None else self._given(new_pages)
         if ids is None:
             full = (lens >= space).nonzero()[0].tolist()
         else:
@@ -194,13 +177,13 @@ class PlanSession:
         if given:
             slots = np.array(given)
             self._pool.extend_each(slots, np.array(pages))
-            space[slots] += self._grows[slots] * page_size
+            space[slots] += grows[slots] * page_size
         if ids is None:
-            lens += self._grows
+            lens += grows
             self._num_steps += 1
         elif len(some):
             lens[some] += 1
-            self._grows[some] = 1
+            grows[some] = 1
             space[some] = self._pool.count[some] * page_size
             self._changed = True
 
@@ -214,11 +197,11 @@ class PlanSession:
         """
         self._settle()
         slot = self._slot(id)
-        length = _integer("seq_len", seq_len, 0, int(self._seq_lens[slot]))
+        length = _integer("seq_len", seq_len, 0, int(self._slots.seq_lens[slot]))
         count = -(-length // self.config.page_size)
         self._pool.cut(slot, count)
         self._sharing.cut(slot, count)
-        self._computed[slot] = min(int(self._computed[slot]), length)
+        self._slots.computed_lens[slot] = min(int(self._slots.computed_lens[slot]), length)
         self._set_length(slot, length)
 
     def replace_page(self, id: Hashable, index: int, page: int) -> None:
@@ -253,14 +236,12 @@ class PlanSession:
         self._settle()
         order = list(ids)
         slots = {id: self._slot(id) for id in order}
-        if len(slots) != len(order) or len(slots) != len(self._slots):
-            raise InvalidBatchError(f"{len(order)} ids for {len(self._slots)} live requests: name each request once")
-        if order != list(self._slots):
-            self._slots = slots
+        if len(slots) != len(order) or len(slots) != len(self):
+            raise InvalidBatchError(f"{len(order)} ids for {len(self)} live requests: name each request once")
+        if order != self.ids:
+            self._slots.reorder(slots)
             self._sharing.reorder()
-            self._order, self._changed = np.fromiter(slots.values(), np.int64, len(slots)), True
-            self._came.clear()
-            self._left.clear()
+            self._changed = True
 
     def plan(self, qo_lens: Any = None, *, capacity: PlanCapacity | None = None) -> CascadePlan:
         """Plan the batch as it is.
@@ -297,7 +278,7 @@ class PlanSession:
     def _settle(self) -> None:
         """Wait until the session is ours."""
         if self._pending is not None:
-            self._pending.exception()  # waits; whoever holds the future sees the exception
+            wait([self._pending])  # whoever holds the future sees an exception
             self._pending = None
 
     def _make_plan(self, qo_lens: Any, capacity: PlanCapacity | None) -> CascadePlan:
@@ -314,7 +295,7 @@ class PlanSession:
         return self._plan_anew(qo_lens, capacity)
 
     def _publish(self, plan: CascadePlan) -> CascadePlan:
-        self._computed[:] = self._seq_lens
+        self._slots.computed_lens[:] = self._slots.seq_lens
         self._num_steps = 0
         self._changed = False
         self._plan = plan
@@ -322,13 +303,15 @@ class PlanSession:
 
     def _plan_anew(self, qo_lens: Any, capacity: PlanCapacity | None) -> CascadePlan:
         config = self.config
-        if not self._slots:
+        if not self._slots.by_id:
             raise InvalidBatchError("the batch is empty: skip the step when no request is live")
-        slots = self._ordered()
-        given = None if qo_lens is None else query_lens(config, self._seq_lens[slots], qo_lens)
+        slots = self._slots.in_order()
+        given = None if qo_lens is None else query_lens(config, self._slots.seq_lens[slots], qo_lens)
         batch, num_rows, num_pages, num_append = self._gather(slots, given)
         check_num_rows(config, num_rows)
         check_num_indices(config, num_pages)
+        if num_pages * config.page_size > MAX_INT32 and int(batch.seq_lens.max()) > MAX_INT32:
+            raise InvalidBatchError(f"a request has {batch.seq_lens.max()} tokens, above {MAX_INT32}: end it before")
         names = self._chooser.part_names(num_append, len(slots))
         forests = self._sharing.forests(batch, slots, len(names), self._chooser.policy.max_decode_rows)
         groups = list(zip(names, forests, strict=True))
@@ -341,21 +324,9 @@ class PlanSession:
                 return Steady(self._chooser, self._state, batch, choices[0], plan, slots, until, capacity)
 
             self._start_steady = start  # once the next plan is known to be such a step
-        self._last_rows[slots] = batch.qo_lens
+        self._slots.last_rows[slots] = batch.qo_lens
         self._capacity = capacity
         return self._publish(plan)
-
-    def _ordered(self) -> Int64Array:
-        """The slots in the order of the batch."""
-        if self._left:
-            stays = np.ones(len(self._seq_lens), np.bool_)
-            stays[self._left] = False
-            self._order = self._order[stays[self._order]]
-            self._left.clear()
-        if self._came:
-            self._order = np.concatenate((self._order, np.array(list(self._came), np.int64)))
-            self._came.clear()
-        return self._order
 
     def _gather(self, slots: Int64Array, rows: Int64Array | None) -> tuple[Batch, int, int, int]:
         """The batch in some slots.
@@ -371,12 +342,12 @@ class PlanSession:
         if self._state is not None:
             if self._pool.ids is not self._ids:
                 self._ids = self._pool.ids
-                self._state.refer(len(self._seq_lens), ids=self._ids)
+                self._state.refer(len(self._pool.begin), ids=self._ids)
             return self._state.gather(slots, page_size, view, most, rows)
-        lens = self._seq_lens[slots]
+        lens = self._slots.seq_lens[slots]
         if rows is None:
-            rows = lens - self._computed[slots]
-            rows = np.where(rows == 0, np.minimum(self._last_rows[slots], np.maximum(lens, 1)), rows)
+            rows = lens - self._slots.computed_lens[slots]
+            rows = np.where(rows == 0, np.minimum(self._slots.last_rows[slots], np.maximum(lens, 1)), rows)
         counts = -(-lens // page_size)
         block = np.array((self._pool.begin[slots], counts, lens, rows))
         batch = Batch.of(page_size, view, block)
@@ -384,52 +355,36 @@ class PlanSession:
 
     def _enter(self, id: Hashable, table: NDArray[Any], length: int, computed: int, last_rows: int) -> None:
         """Give a request a slot."""
-        if not self._free:
+        if self._slots.is_full:
             self._more_slots()
-        slot = self._free.pop()
-        self._slots[id] = slot
+        slot = self._slots.enter(id, computed, last_rows)
         self._pool.put(slot, table)
-        self._computed[slot], self._last_rows[slot] = computed, last_rows
         self._set_length(slot, length)
-        self._came[slot] = None
 
     def _set_length(self, slot: int, length: int) -> None:
-        self._seq_lens[slot] = length
-        self._grows[slot] = 1 if length else 0
-        self._space[slot] = int(self._pool.count[slot]) * self.config.page_size if length else ENDLESS
+        self._slots.set_length(slot, length, int(self._pool.count[slot]))
         self._changed = True
 
     def _more_slots(self) -> None:
-        old = len(self._seq_lens)
-        new = min(max(2 * old, 64), self.config.max_batch_size)
-        for name, fill in (("_seq_lens", 0), ("_grows", 0), ("_space", ENDLESS), ("_computed", 0), ("_last_rows", 1)):
-            values = np.full(new, fill, np.int64)
-            values[:old] = getattr(self, name)
-            setattr(self, name, values)
-        self._pool.resize(new)
-        self._sharing.resize(new)
+        slots, num_slots = self._slots, self._slots.resize()
+        self._pool.resize(num_slots)
+        self._sharing.resize(num_slots)
         if self._state is not None:
-            self._state.refer(
-                new,
-                begin=self._pool.begin,
-                seq_lens=self._seq_lens,
-                computed_lens=self._computed,
-                last_rows=self._last_rows,
-            )
-        self._free = list(range(new - 1, old - 1, -1))
+            arrays = {name: getattr(slots, name) for name in ("seq_lens", "computed_lens", "last_rows")}
+            self._state.refer(num_slots, begin=self._pool.begin, **arrays)
 
     def _slot(self, id: Hashable) -> int:
         try:
-            return self._slots[id]
+            return self._slots.by_id[id]
         except (KeyError, TypeError):
             raise InvalidBatchError(f"request {id!r} is not in the session: add it first") from None
 
     def _check_new(self, id: Hashable) -> None:
-        if id in self._slots:
+        if id in self._slots.by_id:
             raise InvalidBatchError(f"request {id!r} is in the session already: remove it first, or use another id")
-        if len(self._slots) >= self.config.max_batch_size:
+        if len(self) >= self.config.max_batch_size:
             raise CapacityError(
-                f"{len(self._slots) + 1} requests exceed max_batch_size={self.config.max_batch_size}: "
+                f"{len(self) + 1} requests exceed max_batch_size={self.config.max_batch_size}: "
                 "raise it in CascadeConfig or remove one first"
             )
 
@@ -444,28 +399,29 @@ class PlanSession:
     def _check_given(self, full: list[int], given: list[int]) -> None:
         missing = set(full).difference(given)
         if missing:
-            id = next(id for id, slot in self._slots.items() if slot in missing)
+            id = next(id for id, slot in self._slots.by_id.items() if slot in missing)
             raise InvalidBatchError(
                 f"{len(missing)} requests need a page for this step that new_pages does not give, the first is {id!r}, "
-                f"at {self._seq_lens[self._slots[id]]} tokens: allocate the step's pages first"
+                f"at {self.seq_len(id)} tokens: allocate the step's pages first"
             )
 
     def _given(self, new_pages: Mapping[Hashable, int]) -> tuple[list[int], list[int]]:
         """Slots and pages of a step."""
+        if not isinstance(new_pages, Mapping):
+            raise InvalidBatchError(f"new_pages is a {type(new_pages).__name__}: give a page by request, as a mapping")
         try:
-            slots = [self._slots[id] for id in new_pages]
+            slots = [self._slots.by_id[id] for id in new_pages]
         except KeyError:
             slots = [self._slot(id) for id in new_pages]  # says which
         pages = list(new_pages.values())
+        if not pages:
+            return [], []
         if {int}.issuperset(map(type, pages)) and min(pages) >= 0 and max(pages) < self.config.max_kv_pages:
             return slots, pages
         return slots, self._pages("new_pages", pages).tolist()
 
     def _pages(self, name: str, pages: Any) -> NDArray[Any]:
         return id_vector(name, pages, self.config.max_kv_pages)
-
-
-_NONE = np.zeros(0, np.int64)
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.csr import Int64Array
 from flashinfer_cascade.forest import PrefixForest, build_forest
-from flashinfer_cascade.native import State
+from flashinfer_cascade.native_session import State
 
 NOWHERE = -1
 

@@ -12,7 +12,8 @@ from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.layout import Choice
-from flashinfer_cascade.native import Grower, State, Status
+from flashinfer_cascade.native import Status
+from flashinfer_cascade.native_session import Grower, State
 from flashinfer_cascade.pages import PagePool
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 
