@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.errors import CapacityError, InvalidBatchError
-
-INDEX_SLACK = 1024
-"""Entries behind the last page id of a batch, so that fixed-size windows may be read past the end."""
-
+from flashinfer_cascade.pages import INDEX_SLACK, PageView
 
 SPARSE_TABLE = 4
 """A padded table with this many times more entries than page ids is read row by row."""
@@ -40,17 +37,35 @@ class Batch:
 
     Attributes:
         page_size: tokens a page holds.
-        kv_indptr: int64[num_requests + 1], in pages, starts at 0.
-        kv_indices: int32[kv_indptr[-1] + INDEX_SLACK], page ids; the slack holds -1.
+        pages: where the page ids lie. Those of a one-shot batch lie one table after the other, and the slack behind
+            them holds -1.
+        page_begin: int64[num_requests], where each table begins in `pages.ids`.
+        page_counts: int64[num_requests], pages that each request's `seq_len` needs.
         seq_lens: int64[num_requests], KV tokens with this step's new ones; 0 marks a padding request.
         qo_lens: int64[num_requests], query rows of this step, at least 1.
+        block: int64[4, num_requests], of which these four are the rows.
+        address: where that lies, for C.
     """
 
     page_size: int
-    kv_indptr: Int64Array
-    kv_indices: Int32Array
+    pages: PageView
+    page_begin: Int64Array
+    page_counts: Int64Array
     seq_lens: Int64Array
     qo_lens: Int64Array
+    block: Int64Array
+    address: int
+
+    @classmethod
+    def of(cls, page_size: int, pages: PageView, block: Int64Array, address: int | None = None) -> Batch:
+        """The batch in a block, which is never written to again."""
+        if address is None:
+            address = block.ctypes.data
+        page_begin, page_counts, seq_lens, qo_lens = block
+        return cls(page_size, pages, page_begin, page_counts, seq_lens, qo_lens, block, address)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Batch.of, (self.page_size, self.pages, self.block)
 
     @property
     def num_requests(self) -> int:
@@ -65,7 +80,7 @@ class Batch:
     @property
     def num_pages(self) -> int:
         """Page ids over all tables; shared pages count once per request."""
-        return int(self.kv_indptr[-1])
+        return int(self.page_counts.sum())
 
     def shareable_pages(self) -> Int64Array:
         """Leading pages that other requests may share with each request: int64[num_requests].
@@ -92,7 +107,7 @@ def make_batch(config: CascadeConfig, block_tables: Any, seq_lens: Any, qo_lens:
         InvalidBatchError: wrong type, shape or value; names the request and the position.
         CapacityError: more requests, rows or page ids than the configuration reserves.
     """
-    lens = _int_vector("seq_lens", seq_lens)
+    lens = int_vector("seq_lens", seq_lens)
     num_requests = len(lens)
     if num_requests == 0:
         raise InvalidBatchError("the batch is empty: skip the step when no request is live")
@@ -102,27 +117,56 @@ def make_batch(config: CascadeConfig, block_tables: Any, seq_lens: Any, qo_lens:
             "raise it in CascadeConfig or split the batch"
         )
     _check_range("seq_lens", lens, 0, MAX_INT32, "give the KV tokens of each request, new ones included")
-    rows = _query_lens(config, lens, qo_lens)
+    rows = query_lens(config, lens, qo_lens)
     counts = -(-lens // config.page_size)
     kv_indptr = indptr(counts)
     total = int(kv_indptr[-1])
+    check_num_indices(config, total)
+    kv_indices = np.empty(total + INDEX_SLACK, np.int32)
+    kv_indices[total:] = -1
+    _fill_indices(kv_indices[:total], block_tables, kv_indptr, counts, lens, config)
+    kv_indices.flags.writeable = False  # plans hold views of it
+    block = np.array((kv_indptr[:-1], counts, lens, rows))
+    return Batch.of(config.page_size, PageView(kv_indices, total), block)
+
+
+def check_num_indices(config: CascadeConfig, total: int) -> None:
+    """Refuse more page ids than a batch may have.
+
+    Raises:
+        CapacityError: there are more.
+    """
     if total > config.max_kv_indices:
         raise CapacityError(
             f"the block tables hold {total} page ids, above max_kv_indices={config.max_kv_indices}: "
             "raise it in CascadeConfig or split the batch"
         )
-    kv_indices = np.empty(total + INDEX_SLACK, np.int32)
-    kv_indices[total:] = -1
-    _fill_indices(kv_indices[:total], block_tables, kv_indptr, counts, lens, config)
-    kv_indices.flags.writeable = False  # plans hold views of it
-    return Batch(config.page_size, kv_indptr, kv_indices, lens, rows)
 
 
-def _query_lens(config: CascadeConfig, lens: Int64Array, qo_lens: Any) -> Int64Array:
+def check_num_rows(config: CascadeConfig, total: int) -> None:
+    """Refuse more query rows than a batch may have.
+
+    Raises:
+        CapacityError: there are more.
+    """
+    if total > config.max_num_rows:
+        raise CapacityError(
+            f"{total} query rows exceed max_num_rows={config.max_num_rows}: "
+            "raise it in CascadeConfig or split the batch"
+        )
+
+
+def query_lens(config: CascadeConfig, lens: Int64Array, qo_lens: Any) -> Int64Array:
+    """Validate the query rows of each request: int64[num_requests]; None is one each.
+
+    Raises:
+        InvalidBatchError: wrong type, shape or value.
+        CapacityError: more rows than a batch may have.
+    """
     if qo_lens is None:
         rows = np.ones(len(lens), np.int64)
     else:
-        rows = _int_vector("qo_lens", qo_lens)
+        rows = int_vector("qo_lens", qo_lens)
         if len(rows) != len(lens):
             raise InvalidBatchError(f"qo_lens has {len(rows)} entries for {len(lens)} seq_lens: give one per request")
         _check_range("qo_lens", rows, 1, MAX_INT32, "leave requests without a row out of the batch")
@@ -132,19 +176,39 @@ def _query_lens(config: CascadeConfig, lens: Int64Array, qo_lens: Any) -> Int64A
             raise InvalidBatchError(
                 f"qo_lens[{r}] = {rows[r]} exceeds seq_lens[{r}] = {lens[r]}: seq_lens counts the step's new tokens too"
             )
-    if (total := int(rows.sum())) > config.max_num_rows:
-        raise CapacityError(
-            f"{total} query rows exceed max_num_rows={config.max_num_rows}: "
-            "raise it in CascadeConfig or split the batch"
-        )
+    check_num_rows(config, int(rows.sum()))
     return rows
 
 
-def _int_vector(name: str, values: Any) -> Int64Array:
+def int_vector(name: str, values: Any) -> Int64Array:
+    """A copy of a vector of integers in any container.
+
+    Raises:
+        InvalidBatchError: it is not one.
+    """
     out = _integer_array(name, values)
     if out.ndim != 1:
         raise InvalidBatchError(f"{name} has shape {out.shape}: give one integer per request")
     return out.astype(np.int64)  # always a copy: the caller may overwrite its own buffer
+
+
+def id_vector(name: str, values: Any, max_kv_pages: int) -> NDArray[Any]:
+    """Page ids in any container, all in range.
+
+    Raises:
+        InvalidBatchError: they are not.
+    """
+    plain = type(values) is np.ndarray and values.dtype.kind == "i"
+    out = values if plain else _integer_array(name, values)
+    if out.ndim != 1:
+        raise InvalidBatchError(f"{name} has shape {out.shape}: give one page id per entry")
+    # As unsigned numbers, negative ones are too large: one pass instead of two.
+    if len(out) and out.view(f"u{out.itemsize}").max() >= max_kv_pages:
+        at = int(np.flatnonzero((out < 0) | (out >= max_kv_pages))[0])
+        raise InvalidBatchError(
+            f"{name}: page id {out[at]} at position {at} is outside [0, max_kv_pages={max_kv_pages})"
+        )
+    return out
 
 
 def _check_range(name: str, values: Int64Array, low: int, high: int, remedy: str) -> None:
@@ -256,7 +320,7 @@ def _from_padded(table: NDArray[Any], counts: Int64Array, lens: Int64Array, conf
 
 
 def _from_csr(tables: CsrTables, counts: Int64Array, lens: Int64Array, config: CascadeConfig) -> NDArray[Any]:
-    starts = _int_vector("kv_indptr", tables.kv_indptr)
+    starts = int_vector("kv_indptr", tables.kv_indptr)
     indices = _integer_array("kv_indices", tables.kv_indices)
     if indices.ndim != 1:
         raise InvalidBatchError(f"kv_indices has shape {indices.shape}: give one page id per entry")

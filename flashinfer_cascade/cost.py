@@ -141,13 +141,19 @@ class CostModel:
             for tile, share in zip(TILES, p.tile_efficiency, strict=True)
         )
         self._tiles = np.array(TILES)
-        self._block_ps = np.rint(np.array(p.block_us) * 1e6)
-        self._token_ps = np.rint(np.array(self.token_us) * 1e6)
+        self.block_ps = np.rint(np.array(p.block_us) * 1e6)
+        self.token_ps = np.rint(np.array(self.token_us) * 1e6)
         group = config.group_size
         self.decode_block_us = p.decode_block_us[0] + p.decode_block_us[1] / group
         fixed_ns, head_ns = p.decode_token_ns
         self.decode_token_us = max(l2_us, (fixed_ns + group * head_ns) * 1e-3 * dim / 128)
         self.row_heads_at_128 = config.num_qo_heads * config.head_dim / 128
+        # Neither is tested with windows, nor fa3 at head_dim 256.
+        self.has_decode = group in DECODE_GROUP_SIZES and config.window_left < 0
+        same_dtype = config.kv_dtype == config.dtype
+        self.has_fa3 = p.fa3_efficiency > 0 and same_dtype and config.head_dim <= 128 and config.window_left < 0
+        fa3_flops_per_us = p.tensor_tflops * 1e6 * p.fa3_efficiency
+        self.fa3_token_us = 4.0 * dim * TILES[2] * p.num_sms / fa3_flops_per_us if self.has_fa3 else math.inf
 
     def tile_index(self, average_packed_rows: int) -> int:
         """FlashInfer's choice: index into TILES."""
@@ -217,17 +223,16 @@ class CostModel:
     def fa3_us(self, launch: Launch) -> float:
         """One fa3 launch: no packed query heads, no cut KV, one block per SM.
 
-        Infinite where there is no fa3, and at head_dim 256 and with windows, where it is not tested.
+        Infinite where it cannot run.
         """
         p, config = self.profile, self.config
-        if not p.fa3_efficiency or config.kv_dtype != config.dtype or config.head_dim > 128 or config.window_left >= 0:
+        if not self.has_fa3:
             return math.inf
         tiles = -(-launch.rows // TILES[2])
-        token_us = 4.0 * config.head_dim * TILES[2] * p.num_sms / (p.tensor_tflops * 1e6 * p.fa3_efficiency)
         blocks = int(tiles.sum()) * config.num_qo_heads
         mean = int(tiles @ launch.tokens) * config.num_qo_heads / blocks
         waves = -(-blocks // p.num_sms)
-        busy_us = waves * p.fa3_block_us + (mean * waves + int(launch.tokens.max()) - mean) * token_us
+        busy_us = waves * p.fa3_block_us + (mean * waves + int(launch.tokens.max()) - mean) * self.fa3_token_us
         return p.launch_us + _longer(busy_us, launch.hbm_tokens * self.hbm_us_per_token)
 
     def flat(self, shape: PartShape) -> tuple[float, tuple[Backend, ...]]:
@@ -244,19 +249,22 @@ class CostModel:
         p = self.profile
         best = [self.best_launch(launch) for launch in self.level_launches(shape, cut)]
         row_heads = int(shape.row_indptr[-1]) * self.row_heads_at_128 * len(best)
-        us = sum(us for us, _ in best) + p.merge_us + row_heads * p.merge_row_ns * 1e-3
+        us = 0.0  # added up in order: sum() compensates for rounding in some versions of Python
+        for launch_us, _ in best:
+            us += launch_us
+        us += p.merge_us + row_heads * p.merge_row_ns * 1e-3
         return us, tuple(backend for _, backend in best)
 
     def decode_us(self, launch: Launch) -> float:
         """One launch of FlashInfer's decode kernel, for one row a group.
 
-        Infinite where it would cut KV, for other group sizes, and with windows, where it is not tested.
+        Infinite where it cannot run, or would cut KV.
         """
         p, config = self.profile, self.config
         blocks = len(launch.rows) * config.num_kv_heads
         longest = int(launch.tokens.max())
         is_cut = longest > MIN_SPLIT_TOKENS and blocks < DECODE_BLOCKS_PER_SM * p.num_sms
-        if is_cut or config.group_size not in DECODE_GROUP_SIZES or config.window_left >= 0:
+        if is_cut or not self.has_decode:
             return math.inf
         tokens = int(launch.tokens.sum()) * config.num_kv_heads
         busy_us = (blocks * self.decode_block_us + tokens * self.decode_token_us) / p.num_sms
@@ -331,10 +339,11 @@ class CostModel:
         if self.config.head_dim < 256:
             tile += packed > TILES[1]
         tiles = -(-packed // self._tiles[tile])
-        return tiles * self._block_ps[tile], tiles * self._token_ps[tile]
+        return tiles * self.block_ps[tile], tiles * self.token_ps[tile]
 
 
 def _longer(a: float, b: float) -> float:
     """The longer of two times that overlap imperfectly: their 4-norm."""
-    # Square roots are exact to the last bit on every processor; other powers are not.
-    return math.sqrt(math.sqrt(a**4 + b**4))
+    # Products and square roots are exact to the last bit on every processor; powers are not.
+    a, b = a * a, b * b
+    return math.sqrt(math.sqrt(a * a + b * b))

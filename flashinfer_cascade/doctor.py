@@ -21,6 +21,7 @@ import numpy as np
 
 from flashinfer_cascade import __version__
 from flashinfer_cascade.errors import BackendUnavailableError
+from flashinfer_cascade.native import load_core
 from flashinfer_cascade.profile import PROFILES
 
 PROBE_SECONDS = 120
@@ -45,6 +46,7 @@ def examine() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "versions": versions,
+        "native_core": load_core() is not None,
         "libraries": probed["libraries"],
         "cuda": probed["cuda"],
         "gpus": probed["gpus"],
@@ -61,6 +63,8 @@ def examine() -> dict[str, Any]:
 def findings(examined: dict[str, Any]) -> list[Finding]:
     """The same, a line each, worded for people."""
     lines = [Finding(name, found, True) for name, found in examined["versions"].items()]
+    native = "there" if examined["native_core"] else "not built, for want of a C compiler: plans take longer"
+    lines.append(Finding("native core of the planner", native, examined["native_core"]))
     for name, library in examined["libraries"].items():
         found = library["version"] or "not installed"
         error = library["error"] if library["version"] else None

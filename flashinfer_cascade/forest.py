@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from flashinfer_cascade.batch import INDEX_SLACK, Batch
+from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges, run_lengths, run_starts
+from flashinfer_cascade.pages import INDEX_SLACK
 
 FIRST_WINDOW = 32
 """Pages compared at once when a node's run is measured; grows fourfold up to INDEX_SLACK."""
@@ -32,6 +34,9 @@ class PrefixForest:
         first_page: int64[num_nodes], id of its first page.
         tail_node: int64[num_requests], deepest node of the request at each position, -1 where it shares nothing.
         tail_begin: int64[num_requests], page at which the own KV of the request at each position begins.
+        block: int64[3 * num_requests + 7 * num_nodes], of which all of these are parts: order, tail_node, tail_begin,
+            and the others in the order of this list.
+        address: where that lies, for C.
     """
 
     order: Int64Array
@@ -44,10 +49,21 @@ class PrefixForest:
     first_page: Int64Array
     tail_node: Int64Array
     tail_begin: Int64Array
+    block: Int64Array
+    address: int
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            getattr(self, field.name).flags.writeable = False
+    @classmethod
+    def of(cls, block: Int64Array, num_requests: int) -> PrefixForest:
+        """The forest in a block, which is never written to again."""
+        block.setflags(write=False)
+        n, nodes = num_requests, (len(block) - 3 * num_requests) // 7
+        parent, depth, begin, end, page_begin, num_pages, first_page = block[3 * n :].reshape(7, nodes)
+        tail_node, tail_begin = block[n : 2 * n], block[2 * n : 3 * n]
+        by_node = parent, depth, begin, end, page_begin, num_pages, first_page
+        return cls(block[:n], *by_node, tail_node, tail_begin, block, block.ctypes.data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PrefixForest.of, (self.block, len(self.order))
 
     @property
     def num_nodes(self) -> int:
@@ -66,7 +82,7 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         requests: int64[n], ascending: plan these alone; None is all.
     """
     order = np.arange(batch.num_requests) if requests is None else requests.copy()
-    starts, limits = batch.kv_indptr[:-1], batch.shareable_pages()
+    starts, limits = batch.page_begin, batch.shareable_pages()
     count = len(order)
     tail_node = np.full(count, -1, np.int64)
     tail_begin = np.zeros(count, np.int64)
@@ -99,7 +115,7 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         members = members[in_shared]
         run = _common_run(batch, starts[members], limits[members], depth, size)
         ids = np.arange(num_nodes, num_nodes + len(begin))
-        first_page = batch.kv_indices[starts[order[begin]] + depth]
+        first_page = batch.pages.ids[starts[order[begin]] + depth]
         found.append(np.stack((parent, np.full(len(begin), level), begin, begin + size, depth, run, first_page)))
         num_nodes += len(begin)
         depth, parent = depth + run, ids
@@ -108,8 +124,8 @@ def build_forest(batch: Batch, requests: Int64Array | None = None) -> PrefixFore
         tail_begin[covered] = depth.repeat(size)
         level += 1
 
-    node = np.concatenate(found, axis=1) if found else np.empty((7, 0), np.int64)
-    return PrefixForest(order, node[0], node[1], node[2], node[3], node[4], node[5], node[6], tail_node, tail_begin)
+    nodes = np.concatenate(found, axis=1).ravel() if found else np.empty(0, np.int64)
+    return PrefixForest.of(np.concatenate((order, tail_node, tail_begin, nodes)), count)
 
 
 def _label_by_next_page(
@@ -120,7 +136,7 @@ def _label_by_next_page(
     A request without a next shareable page stands alone.
     """
     at = depth[group]
-    page = batch.kv_indices[batch.kv_indptr[members] + at].astype(np.int64)
+    page = batch.pages.ids[batch.page_begin[members] + at].astype(np.int64)
     key = np.where(at >= limits[members], -1 - members, (group << 32) | page)
     by_key = key.argsort(kind="stable")
     key = key[by_key]
@@ -146,7 +162,7 @@ def _common_run(
     window = FIRST_WINDOW
     while True:
         width = min(window, int((room - run)[live].max()))
-        pages = _windows(batch.kv_indices, width)[at]
+        pages = _windows(batch.pages.ids, width)[at]
         # Pages on which each member agrees with the next one; the last of a group has no next one.
         differs = pages[1:] != pages[:-1]
         where = differs.argmax(axis=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,15 +11,19 @@ import numpy as np
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error, level_edges
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.cost import Backend
-from flashinfer_cascade.csr import Int32Array, indptr, ranges
+from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.errors import BackendUnavailableError, CapacityError, InvalidBatchError
 from flashinfer_cascade.forest import PrefixForest
+from flashinfer_cascade.pages import INDEX_SLACK, PageView
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Executor = Literal["flat", "levels", "stock"]
 PartName = Literal["decode", "append"]
+
+SLICE_COPY_PAGES = 24
+"""Runs longer than this on average are copied one by one rather than gathered page by page."""
 
 
 class Level(NamedTuple):
@@ -79,6 +83,18 @@ class PlanPart:
         """Requests of the part."""
         return self.request_end - self.request_begin
 
+    def told_again(self, reason: str, predicted_us: dict[str, float]) -> PlanPart:
+        """The same part, for a reason and with predicted times of now."""
+        copy = object.__new__(PlanPart)  # in a decode loop, where dataclasses.replace takes its time
+        for name in _PART_FIELDS:
+            object.__setattr__(copy, name, getattr(self, name))
+        object.__setattr__(copy, "reason", reason)
+        object.__setattr__(copy, "predicted_us", predicted_us)
+        return copy
+
+
+_PART_FIELDS = tuple(f.name for f in fields(PlanPart))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CascadePlan:
@@ -97,8 +113,9 @@ class CascadePlan:
         qo_indptr: int32[num_requests + 1], plan rows of the request at each position.
         seg_row_begin: int32[num_segments], first plan row.
         seg_num_rows: int32[num_segments], plan rows, at least 1.
-        seg_page_indptr: int32[num_segments + 1], into seg_pages.
-        seg_pages: int32[seg_page_indptr[-1]], page ids.
+        pages: the page ids that segments refer to, for device copies that follow them.
+        seg_page_begin: int32[num_segments], where the run of each segment begins in `pages.ids`.
+        seg_num_pages: int32[num_segments], pages of it; 0 for padding.
         seg_kv_start: int32[num_segments], in tokens, a multiple of page_size: where the run lies in its sequences.
         seg_kv_len: int32[num_segments], in tokens; 0 for padding.
         seg_level: int32[num_segments], level within the part; segments are sorted by part, level and row.
@@ -115,27 +132,33 @@ class CascadePlan:
     qo_indptr: Int32Array
     seg_row_begin: Int32Array
     seg_num_rows: Int32Array
-    seg_page_indptr: Int32Array
-    seg_pages: Int32Array
+    pages: PageView
+    seg_page_begin: Int32Array
+    seg_num_pages: Int32Array
     seg_kv_start: Int32Array
     seg_kv_len: Int32Array
     seg_level: Int32Array
     structure_id: int = 0
     generation: int = 0
+    _seg_pages: Int32Array | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for array in (*self._arrays(), *(part.kept for part in self.parts)):
+        for array in (*self._arrays(), self.seg_page_begin, *(part.kept for part in self.parts)):
             if array is not None:
-                array.flags.writeable = False
+                array.setflags(write=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor, so that a copy's arrays are read-only too.
-        return CascadePlan, tuple(getattr(self, f.name) for f in fields(self))
+        # Through the constructor, so that a copy's arrays are read-only too; with its own page ids alone.
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        ids = np.concatenate((self.seg_pages, np.full(INDEX_SLACK, -1, np.int32)))
+        values["pages"] = PageView(ids, len(self.seg_pages))
+        values["seg_page_begin"] = self.seg_page_indptr[:-1]
+        return CascadePlan, tuple(values.values())
 
     def _arrays(self) -> Iterator[Int32Array | None]:
-        """All that makes two plans of one configuration and one choice of kernels the same."""
+        """All but the page ids that makes two plans of one configuration and one choice of kernels the same."""
         yield from (self.row_order, self.row_pos, self.request_order, self.qo_indptr)
-        yield from (self.seg_row_begin, self.seg_num_rows, self.seg_page_indptr, self.seg_pages)
+        yield from (self.seg_row_begin, self.seg_num_rows, self.seg_num_pages)
         yield from (self.seg_kv_start, self.seg_kv_len, self.seg_level)
 
     def __eq__(self, other: object) -> bool:
@@ -149,6 +172,7 @@ class CascadePlan:
                 a is b or (a is not None and b is not None and np.array_equal(a, b))
                 for a, b in zip(self._arrays(), other._arrays(), strict=True)
             )
+            and np.array_equal(self.seg_pages, other.seg_pages)
         )
 
     __hash__ = None  # type: ignore[assignment]  # compared by content, and large
@@ -198,6 +222,36 @@ class CascadePlan:
         rows = ranges(self.seg_row_begin, self.seg_num_rows)
         return (rows if self.row_order is None else self.row_order[rows]).astype(np.int32)
 
+    @property
+    def seg_page_indptr(self) -> Int32Array:
+        """int32[num_segments + 1], into `seg_pages`."""
+        return indptr(self.seg_num_pages).astype(np.int32)
+
+    @property
+    def seg_pages(self) -> Int32Array:
+        """int32[seg_page_indptr[-1]], read-only: page ids of each segment, segment after segment.
+
+        Gathered on first use, which costs time in proportion to the context.
+        """
+        if self._seg_pages is None:
+            gathered = self._gather(slice(None))
+            gathered.setflags(write=False)
+            object.__setattr__(self, "_seg_pages", gathered)
+        assert self._seg_pages is not None
+        return self._seg_pages
+
+    def _gather(self, segs: slice | Int64Array) -> Int32Array:
+        """The page ids of some segments, one after the other."""
+        ids, starts, counts = self.pages.ids, self.seg_page_begin[segs], self.seg_num_pages[segs]
+        ends = starts + counts
+        if not len(starts):
+            return ids[:0]
+        if (starts[1:] == ends[:-1]).all():
+            return ids[starts[0] : ends[-1]]
+        if counts.sum() > SLICE_COPY_PAGES * len(starts):
+            return np.concatenate([ids[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
+        return ids[ranges(starts, counts)]
+
     def levels(self, part: PlanPart | None = None, num_levels: int | None = None) -> list[Level]:
         """The plan in FlashInfer's form, most shared level first; the last holds each request's own KV.
 
@@ -223,7 +277,8 @@ class CascadePlan:
     def level_pages(self, part: PlanPart, level: int) -> tuple[int, int]:
         """Where a level of one part has its page ids: ``levels(part)[level].kv_indices == seg_pages[begin:end]``."""
         low, high = self._level_segments(part, level)
-        return int(self.seg_page_indptr[low]), int(self.seg_page_indptr[high])
+        begin = int(self.seg_num_pages[:low].sum())
+        return begin, begin + int(self.seg_num_pages[low:high].sum())
 
     def _level_segments(self, part: PlanPart, level: int) -> tuple[int, int]:
         levels = self.seg_level[part.seg_begin : part.seg_end]
@@ -240,14 +295,14 @@ class CascadePlan:
         qo_indptr = level_edges(begin, begin + self.seg_num_rows[segs], num_rows)
         group = np.searchsorted(qo_indptr, begin)
         page_counts = np.zeros(len(qo_indptr) - 1, np.int64)
-        page_counts[group] = np.diff(self.seg_page_indptr)[segs]
+        page_counts[group] = self.seg_num_pages[segs]
         last_page_len = np.zeros(len(qo_indptr) - 1, np.int32)
         kv_len = self.seg_kv_len[segs]
         last_page_len[group] = np.where(kv_len > 0, (kv_len - 1) % self.config.page_size + 1, 0)
         return Level(
             qo_indptr.astype(np.int32),
             indptr(page_counts).astype(np.int32),
-            np.concatenate([self.seg_pages[self.seg_page_indptr[a] : self.seg_page_indptr[b]] for a, b in spans]),
+            np.array(self._gather(segs)),
             last_page_len,
         )
 
@@ -258,7 +313,7 @@ class CascadePlan:
             num_rows=self.num_rows,
             num_segments=self.num_segments,
             num_partials=int(self.seg_num_rows.sum()),
-            num_page_indices=len(self.seg_pages),
+            num_page_indices=int(self.seg_num_pages.sum()),
             num_levels=self.num_levels,
             num_slots=max((len(level.kv_last_page_len) for level in shared), default=0),
         )

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from flashinfer_cascade import CapacityError, CascadeConfig, CsrTables, InvalidBatchError
-from flashinfer_cascade.batch import INDEX_SLACK, make_batch
+from flashinfer_cascade.batch import make_batch
+from flashinfer_cascade.pages import INDEX_SLACK
 
 TABLES = [[5, 3, 9], [5, 3], [7]]
 SEQ_LENS = [9, 8, 1]
@@ -59,9 +60,10 @@ FORMS = {
 @pytest.mark.parametrize("tables", FORMS.values(), ids=FORMS)
 def test_every_form_gives_the_same_batch(tables):
     batch = make_batch(config(), tables, SEQ_LENS)
-    assert batch.kv_indptr.tolist() == [0, 3, 5, 6]
-    assert batch.kv_indices[:6].tolist() == [5, 3, 9, 5, 3, 7]
-    assert batch.kv_indices[6:].tolist() == [-1] * INDEX_SLACK
+    assert batch.page_begin.tolist() == [0, 3, 5]
+    assert batch.page_counts.tolist() == [3, 2, 1]
+    assert batch.pages.ids[:6].tolist() == [5, 3, 9, 5, 3, 7]
+    assert batch.pages.ids[6:].tolist() == [-1] * INDEX_SLACK
     assert batch.seq_lens.tolist() == SEQ_LENS
     assert batch.qo_lens.tolist() == [1, 1, 1]
 
@@ -70,7 +72,7 @@ def test_torch_tensors():
     lens = as_torch(np.array(SEQ_LENS))
     for tables in (as_torch(padded(-1)), [as_torch(np.array(t)) for t in TABLES]):
         batch = make_batch(config(), tables, lens, as_torch(np.array([2, 1, 1])))
-        assert batch.kv_indices[:6].tolist() == [5, 3, 9, 5, 3, 7]
+        assert batch.pages.ids[:6].tolist() == [5, 3, 9, 5, 3, 7]
         assert batch.qo_lens.tolist() == [2, 1, 1]
 
 
@@ -86,13 +88,13 @@ def test_the_batch_owns_its_arrays():
     table, lens = padded(0), np.array(SEQ_LENS)
     batch = make_batch(config(), table, lens)
     table[:], lens[:] = 1, 1
-    assert batch.kv_indices[:3].tolist() == [5, 3, 9]
+    assert batch.pages.ids[:3].tolist() == [5, 3, 9]
     assert batch.seq_lens.tolist() == SEQ_LENS
 
 
 def test_empty_arrays_pad_whatever_their_type():
     batch = make_batch(config(), [np.array([1, 2]), np.array([]), ()], [8, 0, 0])
-    assert batch.kv_indptr.tolist() == [0, 2, 2, 2]
+    assert batch.page_counts.tolist() == [2, 0, 0]
 
 
 def test_a_tensor_that_requires_grad_is_refused():
@@ -113,7 +115,7 @@ def test_one_long_request_among_many_short_ones_costs_what_it_holds():
 
 def test_padding_requests_need_no_pages():
     batch = make_batch(config(), [[1], [], []], [1, 0, 0])
-    assert batch.kv_indptr.tolist() == [0, 1, 1, 1]
+    assert batch.page_counts.tolist() == [1, 0, 0]
     assert batch.shareable_pages().tolist() == [0, 0, 0]
 
 
@@ -121,7 +123,7 @@ def test_stale_ids_behind_seq_len_are_never_looked_at():
     table = np.full((3, 40), 10**9)
     table[:, 0] = [1, 2, 3]
     batch = make_batch(config(), table, [4, 3, 0])
-    assert batch.kv_indices[:2].tolist() == [1, 2]
+    assert batch.pages.ids[:2].tolist() == [1, 2]
 
 
 LONG = 2**70

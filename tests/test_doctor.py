@@ -37,6 +37,13 @@ def test_a_healthy_machine_runs_everything(monkeypatch):
     assert lines["GPU"].ok
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_missing_native_core_is_a_finding(monkeypatch, there):
+    monkeypatch.setattr(doctor, "load_core", lambda: object() if there else None)
+    lines = {finding.name: finding for finding in doctor.findings(examined(monkeypatch))}
+    assert lines["native core of the planner"].ok == there
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

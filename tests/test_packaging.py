@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import flashinfer_cascade
+from flashinfer_cascade.native import load_core
 
 ROOT = Path(__file__).resolve().parents[1]
+CORE = "flashinfer_cascade/_core.so"
 SCRIPTS = [".ci/run", "scripts/check", "scripts/demo", "scripts/setup", "scripts/test"]
 
 
@@ -50,9 +53,13 @@ def test_version_is_the_metadata_s(distribution: metadata.Distribution) -> None:
 
 def test_every_file_of_the_package_is_shipped(shipped: set[str]) -> None:
     files = [path for path in (ROOT / "flashinfer_cascade").rglob("[!.]*") if path.is_file()]
-    expected = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+    expected = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts} - {CORE}
     assert "flashinfer_cascade/py.typed" in expected
     assert expected <= shipped
+
+
+def test_the_native_core_is_built_where_there_is_a_compiler(shipped: set[str]) -> None:
+    assert (CORE in shipped) == (load_core() is not None) == (shutil.which("cc") is not None)
 
 
 def test_licence_is_shipped(shipped: set[str]) -> None:

@@ -477,7 +477,7 @@ plan = CascadePlanner(
     CascadeConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16"),
     PlannerPolicy(executor="levels"),
 ).plan(tables, [16 * len(t) for t in tables])
-print(hashlib.sha256(pickle.dumps(list(plan._arrays()))).hexdigest())
+print(hashlib.sha256(pickle.dumps([*plan._arrays(), plan.seg_pages])).hexdigest())
 """
 
 
