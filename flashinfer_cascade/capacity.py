@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int64Array
@@ -53,12 +55,12 @@ def capacity_error(what: str, lacking: dict[str, tuple[int, int]], remedy: str) 
     return CapacityError(f"{what} does not fit the capacity: {listed}. {remedy}", lacking)
 
 
-def level_edges(begin: Int64Array, end: Int64Array, total: int) -> Int64Array:
+def level_edges(begin: NDArray[Any], end: NDArray[Any], total: int) -> Int64Array:
     """Group borders of a level that covers [0, total): its sorted segments, and the gaps between them.
 
     Args:
-        begin: int64[num_segments], ascending.
-        end: int64[num_segments], at most the next begin.
+        begin: int[num_segments], ascending.
+        end: int[num_segments], at most the next begin.
         total: where the last group ends.
     """
     edges = np.empty(2 * len(begin) + 2, np.int64)

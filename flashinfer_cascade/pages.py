@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashinfer_cascade.config import MAX_INT32
-from flashinfer_cascade.csr import Int32Array, Int64Array
+from flashinfer_cascade.csr import Int32Array, Int64Array, ranges
 
 INDEX_SLACK = 1024
 """Entries behind the last page id of an array, so that fixed-size windows may be read past the end."""
@@ -29,6 +29,9 @@ STUCK = -1
 
 LOG_LENGTH = 64
 """Versions back that a device copy may be and still follow."""
+
+SLICE_COPY_PAGES = 24
+"""Runs longer than this on average are copied one by one rather than gathered page by page."""
 
 _pool_ids = itertools.count(1)
 
@@ -67,6 +70,18 @@ class PageView:
         if behind == 0:
             return np.empty((2, 0), np.int64)
         return np.concatenate(self.writes[len(self.writes) - behind :], axis=1)
+
+
+def gather_runs(ids: Int32Array, starts: Int32Array, counts: Int32Array) -> Int32Array:
+    """Concatenate ``ids[start:start + count]`` over all pairs."""
+    ends = starts + counts
+    if not len(starts):
+        return ids[:0]
+    if (starts[1:] == ends[:-1]).all():
+        return ids[starts[0] : ends[-1]]
+    if counts.sum() > SLICE_COPY_PAGES * len(starts):
+        return np.concatenate([ids[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
+    return ids[ranges(starts, counts)]
 
 
 class PagePool:

@@ -14,16 +14,13 @@ from flashinfer_cascade.cost import Backend
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.errors import BackendUnavailableError, CapacityError, InvalidBatchError
 from flashinfer_cascade.forest import PrefixForest
-from flashinfer_cascade.pages import INDEX_SLACK, PageView
+from flashinfer_cascade.pages import INDEX_SLACK, PageView, gather_runs
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Executor = Literal["flat", "levels", "stock"]
 PartName = Literal["decode", "append"]
-
-SLICE_COPY_PAGES = 24
-"""Runs longer than this on average are copied one by one rather than gathered page by page."""
 
 
 class Level(NamedTuple):
@@ -234,30 +231,22 @@ class CascadePlan:
         Gathered on first use, which costs time in proportion to the context.
         """
         if self._seg_pages is None:
-            gathered = self._gather(slice(None))
+            gathered = gather_runs(self.pages.ids, self.seg_page_begin, self.seg_num_pages)
             gathered.setflags(write=False)
             object.__setattr__(self, "_seg_pages", gathered)
         assert self._seg_pages is not None
         return self._seg_pages
 
-    def _gather(self, segs: slice | Int64Array) -> Int32Array:
-        """The page ids of some segments, one after the other."""
-        ids, starts, counts = self.pages.ids, self.seg_page_begin[segs], self.seg_num_pages[segs]
-        ends = starts + counts
-        if not len(starts):
-            return ids[:0]
-        if (starts[1:] == ends[:-1]).all():
-            return ids[starts[0] : ends[-1]]
-        if counts.sum() > SLICE_COPY_PAGES * len(starts):
-            return np.concatenate([ids[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
-        return ids[ranges(starts, counts)]
-
-    def levels(self, part: PlanPart | None = None, num_levels: int | None = None) -> list[Level]:
+    def levels(
+        self, part: PlanPart | None = None, num_levels: int | None = None, *, with_pages: bool = True
+    ) -> list[Level]:
         """The plan in FlashInfer's form, most shared level first; the last holds each request's own KV.
 
         Args:
             part: this part alone, its rows counted from `PlanPart.row_begin`; None is the whole batch.
             num_levels: pad to this many with levels that hold no KV.
+            with_pages: gather kv_indices, which takes time in proportion to the context; else they are left empty,
+                and `level_runs` says where they lie.
 
         Raises:
             CapacityError: the plan has more than `num_levels` levels.
@@ -272,7 +261,15 @@ class CascadePlan:
             raise capacity_error(
                 "the plan", {"num_levels": (used, total)}, "Plan with PlannerPolicy.max_levels or capacity="
             )
-        return [self._level(parts, level - total) for level in range(total)]
+        return [self._level(parts, level - total, with_pages) for level in range(total)]
+
+    def level_runs(self, level: int) -> tuple[Int32Array, Int32Array]:
+        """Where the page ids of a level of the whole batch lie in ``pages.ids``: begins and lengths of its runs.
+
+        One run after the other they are ``levels()[level].kv_indices``.
+        """
+        segs = self._level_groups(self.parts, level - self.num_levels)[0]
+        return self.seg_page_begin[segs], self.seg_num_pages[segs]
 
     def level_pages(self, part: PlanPart, level: int) -> tuple[int, int]:
         """Where a level of one part has its page ids: ``levels(part)[level].kv_indices == seg_pages[begin:end]``."""
@@ -285,37 +282,42 @@ class CascadePlan:
         low, high = np.searchsorted(levels, [level, level + 1]).tolist()
         return part.seg_begin + low, part.seg_begin + high
 
-    def _level(self, parts: Sequence[PlanPart], from_last: int) -> Level:
+    def _level(self, parts: Sequence[PlanPart], from_last: int, with_pages: bool) -> Level:
         """All parts' segments at one level, counted back from the last (-1)."""
+        segs, borders = self._level_groups(parts, from_last)
+        counts, kv_len = self.seg_num_pages[segs], self.seg_kv_len[segs]
+        last_page_len = np.where(kv_len > 0, (kv_len - 1) % self.config.page_size + 1, 0)
+        kv_indices = self.pages.ids[:0]
+        if with_pages:
+            kv_indices = np.array(gather_runs(self.pages.ids, self.seg_page_begin[segs], counts))
+        if len(borders) - 1 > len(counts):  # groups between the segments have no KV
+            group = np.searchsorted(borders, self.seg_row_begin[segs] - parts[0].row_begin)
+            of_segs = counts, last_page_len
+            counts, last_page_len = np.zeros((2, len(borders) - 1), np.int32)
+            counts[group], last_page_len[group] = of_segs
+        return Level(
+            borders.astype(np.int32), indptr(counts).astype(np.int32), kv_indices, last_page_len.astype(np.int32)
+        )
+
+    def _level_groups(self, parts: Sequence[PlanPart], from_last: int) -> tuple[slice | Int64Array, Int64Array]:
+        """Segments of a level, and the borders of its groups in rows of the parts."""
         # Segments lie sorted by level within a part, and parts in row order, so these are sorted by row.
         spans = [self._level_segments(part, part.num_levels + from_last) for part in parts]
-        segs = np.concatenate([np.arange(low, high) for low, high in spans])
+        segs = slice(*spans[0]) if len(spans) == 1 else np.concatenate([np.arange(low, high) for low, high in spans])
         row_0, num_rows = parts[0].row_begin, parts[-1].row_end - parts[0].row_begin
         begin = self.seg_row_begin[segs] - row_0
-        qo_indptr = level_edges(begin, begin + self.seg_num_rows[segs], num_rows)
-        group = np.searchsorted(qo_indptr, begin)
-        page_counts = np.zeros(len(qo_indptr) - 1, np.int64)
-        page_counts[group] = self.seg_num_pages[segs]
-        last_page_len = np.zeros(len(qo_indptr) - 1, np.int32)
-        kv_len = self.seg_kv_len[segs]
-        last_page_len[group] = np.where(kv_len > 0, (kv_len - 1) % self.config.page_size + 1, 0)
-        return Level(
-            qo_indptr.astype(np.int32),
-            indptr(page_counts).astype(np.int32),
-            np.array(self._gather(segs)),
-            last_page_len,
-        )
+        return segs, level_edges(begin, begin + self.seg_num_rows[segs], num_rows)
 
     def usage(self) -> PlanCapacity:
         """What the plan needs reserved."""
-        shared = self.levels()[:-1] if self.num_levels > 1 else []
+        shared = [self._level_groups(self.parts, level)[1] for level in range(-self.num_levels, -1)]
         return PlanCapacity(
             num_rows=self.num_rows,
             num_segments=self.num_segments,
             num_partials=int(self.seg_num_rows.sum()),
             num_page_indices=int(self.seg_num_pages.sum()),
             num_levels=self.num_levels,
-            num_slots=max((len(level.kv_last_page_len) for level in shared), default=0),
+            num_slots=max((len(borders) - 1 for borders in shared), default=0),
         )
 
     def to_flashinfer(

@@ -226,7 +226,7 @@ class Decoding(RuleBasedStateMachine):
     @invariant()
     def plans_never_change(self):
         for plan, pages, size in getattr(self, "kept", []):
-            assert plan._gather(slice(None)).tolist() == pages.tolist()
+            assert gather_runs(plan.pages.ids, plan.seg_page_begin, plan.seg_num_pages).tolist() == pages.tolist()
             assert (plan.seg_page_begin + plan.seg_num_pages).max() <= size
 
     @invariant()
@@ -467,7 +467,7 @@ def test_plans_made_in_a_worker_are_the_same():
         sessions[1].plan([1] * 8)
         earlier.append((future.result(), expected.seg_pages.copy()))
     for plan, pages in earlier:
-        assert plan._gather(slice(None)).tolist() == pages.tolist()
+        assert gather_runs(plan.pages.ids, plan.seg_page_begin, plan.seg_num_pages).tolist() == pages.tolist()
     failing = CascadePlanner(config()).session().plan_async()
     with pytest.raises(InvalidBatchError, match="the batch is empty"):
         failing.result()

@@ -309,8 +309,8 @@ class Laid(NamedTuple):
 
 
 IDLE, IDLE_CUT, OTHER_KERNEL, OTHER_CUT = 1, 2, 1, 4
-"""Distances: a launch without a level, and one that would merge cut KV; a level on another kernel; on one that differs in
-whether it cuts KV, or in the own KV's kernel."""
+"""Distances: a launch without a level, and one that would merge cut KV; a level on another kernel; on one that differs
+in whether it cuts KV, or in the own KV's kernel."""
 
 
 def fit(
