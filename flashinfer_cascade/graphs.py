@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from rich.progress import Progress
 
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error
 from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError
-from flashinfer_cascade.plan import CascadePlan
+from flashinfer_cascade.plan import CascadePlan, Level
+from flashinfer_cascade.runtime.call import check_plan
 from flashinfer_cascade.runtime.graph_state import GraphState
 from flashinfer_cascade.runtime.runtime import CascadeRuntime
 from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, Laid, level_backends, make_bucket
@@ -32,8 +34,8 @@ class PoolStats:
     Attributes:
         replays: by bucket and shape, as text.
         inexact: replays on other kernels than the plan asked for.
-        eager: steps that `GraphPool.run` ran without a graph, by what did not fit: names of `PlanCapacity`'s fields, or
-            "kernels".
+        eager: steps that `GraphPool.run` ran without a graph, by what did not fit: rows or requests of the largest
+            graphs, fields of `PlanCapacity`, or "kernels".
         captures: graphs captured, the lazy ones included.
     """
 
@@ -58,7 +60,7 @@ class GraphPool:
 
     Attributes:
         stats: what ran, and why.
-        memory_bytes: device memory that capturing took, buffers included; 0 on the CPU.
+        memory_bytes: device memory that it took at the start, inputs and buffers included; 0 on the CPU.
     """
 
     def __init__(self, runtime: CascadeRuntime, step_fn: StepFn, inputs: Mapping[str, torch.Tensor], lazy: int) -> None:
@@ -71,6 +73,7 @@ class GraphPool:
         # One stream for all captures: memory that one graph leaves is another's on the same stream only.
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
         self._memory_pool = torch.cuda.graph_pool_handle() if runtime.device.type == "cuda" else None
+        self._refused: set[tuple[Bucket, GraphShape]] = set()
         self.stats = PoolStats()
         self.memory_bytes = 0
 
@@ -88,7 +91,7 @@ class GraphPool:
 
         Args:
             num_rows: of the batch.
-            num_requests: of the batch; None is one row each.
+            num_requests: of the batch; None is a decode batch, one row each.
 
         Raises:
             CapacityError: no bucket is so large.
@@ -114,16 +117,14 @@ class GraphPool:
             CapacityError: no captured graph takes the plan; nothing was touched. `run` would run it eagerly.
             InvalidBatchError: an input is missing, or of another shape or dtype; nothing was touched.
         """
-        captured, laid = self._select(plan)
+        check_plan(self._runtime.config, plan)
         self._check(plan, inputs)
-        if self._runtime.device.type == "cuda":
-            stream = torch.cuda.current_stream(self._runtime.device)
-            if self._stream is not None and stream != self._stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
+        self._order()
+        captured, laid = self._select(plan)
         num_rows = plan.num_rows
         bucket_rows = captured.state.bucket.num_rows
         stale = slice(num_rows, min(self._written, bucket_rows))
+        self._written = max(self._written, num_rows)  # should a copy fail
         for name, value in inputs.items():
             self._static[name][:num_rows].copy_(value, non_blocking=True)
             if stale.start < stale.stop:
@@ -145,10 +146,19 @@ class GraphPool:
         try:
             return self.replay(plan, **inputs)
         except CapacityError as error:
-            self._check(plan, inputs)
             self.stats.eager[", ".join(error.lacking) or "kernels"] += 1
-            self._runtime.load(plan)
-            return self._step_fn(inputs)
+        self._order()
+        self._runtime.load(plan)
+        device = self._runtime.device
+        return self._step_fn({name: value.to(device, non_blocking=True) for name, value in inputs.items()})
+
+    def _order(self) -> None:
+        """What this pool queued before, on another stream, comes first."""
+        if self._runtime.device.type == "cuda":
+            stream = torch.cuda.current_stream(self._runtime.device)
+            if self._stream is not None and stream != self._stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
 
     def _bucket(self, num_rows: int, num_requests: int) -> Bucket:
         """The smallest that holds a batch: of decode buckets, then of the others."""
@@ -158,17 +168,21 @@ class GraphPool:
             for bucket in self.buckets:
                 if bucket.kind == kind and num_rows <= bucket.num_rows and num_requests <= bucket.num_requests:
                     return bucket
-        largest = {kind: max((b.num_rows for b in self._captured if b.kind == kind), default=0) for kind in KINDS}
-        kind = "decode" if num_rows == num_requests and not largest["append"] else "append"
-        raise capacity_error(
-            f"a batch of {num_requests} requests",
-            {f"rows in {kind} graphs": (num_rows, largest[kind])},
-            "Capture a larger bucket, or run it eagerly",
-        )
+        kinds = [bucket for bucket in self._captured if bucket.kind == "append"] or [*self._captured]
+        if num_rows > num_requests:
+            kinds = [bucket for bucket in kinds if bucket.kind == "append"]
+        rows = max((bucket.num_rows for bucket in kinds), default=0)
+        requests = max((bucket.num_requests for bucket in kinds), default=0)
+        kind = "decode" if kinds and kinds[0].kind == "decode" else "append"
+        sizes = {f"rows in {kind} graphs": (num_rows, rows)}
+        if kind == "append":
+            sizes[f"requests in {kind} graphs"] = num_requests, requests
+        over = {name: pair for name, pair in sizes.items() if pair[0] > pair[1]}
+        raise capacity_error(f"a batch of {num_requests} requests", over, "Capture a larger bucket, or run it eagerly")
 
     def _select(self, plan: CascadePlan) -> tuple[_Captured, Laid]:
         bucket = self._bucket(plan.num_rows, plan.num_requests)
-        levels = plan.levels()
+        levels = plan.levels(with_pages=False)
         best: tuple[_Captured, Laid] | None = None
         for captured in self._captured[bucket]:
             laid = captured.state.lay(plan, levels)
@@ -177,18 +191,25 @@ class GraphPool:
                 if not laid.distance:
                     break
         if self._lazy and (best is None or best[1].distance):
-            self._lazy -= 1
             *shared, own = level_backends(plan)
-            with contextlib.suppress(UnsupportedError):
-                self._capture([(bucket, GraphShape(tuple(shared), (own,)))])
-                captured = self._captured[bucket][-1]
-                laid = captured.state.lay(plan, levels)
+            wanted = bucket, GraphShape(tuple(shared), (own,))
+            if wanted not in self._refused:
+                laid = self._capture_late(*wanted, plan, levels)
                 if laid is not None:
-                    return captured, laid
+                    return self._captured[bucket][-1], laid
         if best is None:
             roomiest = max(self._captured[bucket], key=lambda captured: captured.state.capacity.num_slots)
             raise roomiest.state.misfit(plan)
         return best
+
+    def _capture_late(self, bucket: Bucket, shape: GraphShape, plan: CascadePlan, levels: list[Level]) -> Laid | None:
+        """Capture one more shape while serving; None when it cannot be, or the plan does not fit it either."""
+        self._refused.add((bucket, shape))  # never tried twice
+        with contextlib.suppress(UnsupportedError):
+            self._capture([(bucket, shape)])
+            self._lazy -= 1
+            return self._captured[bucket][-1].state.lay(plan, levels)
+        return None
 
     def _check(self, plan: CascadePlan, inputs: Mapping[str, torch.Tensor]) -> None:
         if inputs.keys() != self._static.keys():
@@ -205,7 +226,13 @@ class GraphPool:
                 )
 
     def _capture(self, graphs: Sequence[tuple[Bucket, AnyShape | None]], progress: Progress | None = None) -> None:
-        """Capture graphs that share buffers and memory, in this order."""
+        """Capture graphs that share buffers and memory, in this order.
+
+        The step runs once to warm up: its inputs must be those of padding, lest it writes for the last batch again.
+        """
+        for name, value in self._static.items():
+            value[: self._written].copy_(self._padding[name][: self._written])
+        self._written = 0
         states = self._runtime.graph_states(graphs)
         task = progress.add_task("Capturing CUDA graphs", total=len(states)) if progress is not None else None
         for state in states:
@@ -216,7 +243,9 @@ class GraphPool:
 
             def step(state: GraphState = state, inputs: dict[str, torch.Tensor] = inputs) -> Any:
                 with self._runtime.using(state):
-                    return self._step_fn(inputs)
+                    outputs = self._step_fn(inputs)
+                _map(outputs, functools.partial(_check_rows, state.bucket))
+                return outputs
 
             replay = step if self._memory_pool is None else self._capture_one(step)
             self._captured.setdefault(state.bucket, []).append(_Captured(state, replay))
@@ -242,9 +271,6 @@ class GraphPool:
             return outputs
 
         return replay
-
-
-KINDS = ("decode", "append")
 
 
 def capture_cuda_graphs(
@@ -280,7 +306,8 @@ def capture_cuda_graphs(
         progress: show it on stderr.
 
     Raises:
-        InvalidBatchError: no bucket is given, one exceeds the configuration, or an input has too few rows.
+        InvalidBatchError: no bucket is given, one exceeds the configuration or has no shapes, an input has too few
+            rows, or the step returns a tensor without a row for each of the inputs'.
         UnsupportedError: a shape that the device or the configuration does not allow.
     """
     config, device = runtime.config, runtime.device
@@ -300,9 +327,12 @@ def capture_cuda_graphs(
     graphs: list[tuple[Bucket, AnyShape | None]] = []
     for bucket in sorted(set(buckets), key=lambda bucket: -bucket.num_rows):
         chosen = runtime.default_graph_shapes(bucket) if shapes is None else shapes
-        graphs += [(bucket, shape) for shape in (chosen(bucket) if callable(chosen) else chosen)]
-    pool = GraphPool(runtime, step_fn, {name: value[:largest] for name, value in inputs.items()}, lazy)
+        of_bucket = [*(chosen(bucket) if callable(chosen) else chosen)]
+        if not of_bucket:
+            raise InvalidBatchError(f"no shapes for the bucket of {bucket}: name one at least, or leave the bucket out")
+        graphs += [(bucket, shape) for shape in of_bucket]
     before = _free_bytes(device)
+    pool = GraphPool(runtime, step_fn, {name: value[:largest] for name, value in inputs.items()}, lazy)
     with _shown(progress) as shown:
         pool._capture(graphs, shown)
     pool.memory_bytes = before - _free_bytes(device)
@@ -327,6 +357,15 @@ def _free_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _check_rows(bucket: Bucket, output: torch.Tensor) -> torch.Tensor:
+    if output.ndim < 1 or len(output) != bucket.num_rows:
+        raise InvalidBatchError(
+            f"the step returned a tensor of {list(output.shape)} for inputs of {bucket.num_rows} rows: return tensors "
+            "with as many rows"
+        )
+    return output
 
 
 def _map(outputs: Any, cut: Callable[[torch.Tensor], torch.Tensor]) -> Any:

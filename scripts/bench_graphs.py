@@ -6,8 +6,8 @@ python scripts/bench_graphs.py --check      fail when docs/cuda_graphs.md shows 
 
 Attention: microseconds a layer, CUDA-graph replay over rotating KV caches, turn and turn about, the median of five
 repeats: a graph of the plan's own kernels, the graph that a pool picks, the one-for-all shape, FlashInfer's own wrapper
-in a graph. Host: microseconds to lay and load a plan and to launch its graph. Model: 8 layers of Llama-8B's widths,
-one graph a bucket, a flat pool beside a cascading one.
+in a graph. Decode: host time of steps that a session plans. Model: 8 layers of Llama-8B's widths, one graph a bucket, a
+flat pool beside a cascading one.
 """
 
 import argparse
@@ -30,6 +30,7 @@ DOCUMENT = ROOT / "docs" / "cuda_graphs.md"
 ATTENTION = ["S1", "S2", "S3", "P1", "P2", "P3", "P4", "P6", "P10", "P12", "P18", "P19", "tool", "sample8"]
 MODEL = ["S1", "P4", "P10", "P2", "tool", "P19"]
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+DECODE = [(64, 8192), (256, 1024), (256, 8192), (256, 65536)]
 LAYERS, HIDDEN, INNER, VOCABULARY = 8, 4096, 14336, 32000
 
 
@@ -259,6 +260,47 @@ def measure_model(names, deadline):
     return {"captured": captured, "buckets": buckets, "layers": LAYERS, "rows": rows}
 
 
+def measure_decode(requests, context, steps=60):
+    """Host time of decode steps: a session, and replays of one attention call, the GPU always idle."""
+    import torch
+    from bench_session import Loop
+
+    loop = Loop(requests, context, 0.0, native=True)
+    runtime = CascadeRuntime(loop.config)
+    cache = torch.zeros(loop.config.max_kv_pages, 2, *loop.config.page_shape, device="cuda", dtype=torch.bfloat16)
+    q = torch.zeros(requests, loop.config.num_qo_heads, loop.config.head_dim, device="cuda", dtype=torch.bfloat16)
+    pool = capture_cuda_graphs(
+        runtime,
+        lambda inputs: runtime.run(inputs["q"], cache),
+        inputs={"q": q},
+        batch_sizes=[requests],
+        progress=False,
+    )
+    spans = {"session": [], "lay": [], "load": [], "replay": []}
+    for _ in range(steps):
+        planned_us, plan = loop.step()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        pool.replay(plan, q=q)
+        spans["replay"].append((time.perf_counter() - begin) * 1e6)
+        spans["session"].append(planned_us)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        captured, laid = pool._select(plan)
+        spans["lay"].append((time.perf_counter() - begin) * 1e6)
+        begin = time.perf_counter()
+        captured.state.load(plan, laid)
+        spans["load"].append((time.perf_counter() - begin) * 1e6)
+    return {
+        "requests": requests,
+        "context": context,
+        "levels": plan.num_levels,
+        "page_ids": int(plan.seg_num_pages.sum()),
+        "host_us": {key: round(statistics.median(values[10:]), 1) for key, values in spans.items()},
+        "p99_us": {key: round(float(np.quantile(values[10:], 0.99)), 1) for key, values in spans.items()},
+    }
+
+
 def run(arguments):
     import torch
 
@@ -271,8 +313,13 @@ def run(arguments):
         f"{LAYERS} layers of Llama-8B's widths",
         **describe_machine(arguments.commit),
         "model": measure_model(arguments.model, end - 40),
+        "decode": [],
         "attention": [],
     }
+    for requests, context in DECODE:
+        torch.cuda.empty_cache()
+        record["decode"].append(measure_decode(requests, context))
+        print(record["decode"][-1], flush=True)
     torch.cuda.empty_cache()
     pool = KvPool(24 * 10**9, torch.bfloat16, torch.device("cuda"))
     for name in arguments.attention:
@@ -318,6 +365,19 @@ def table(record):
             f"| {row['workload']} | {row['rows']} | {flat['device_us']:.0f} | {cascade['device_us']:.0f} | {host[0]} "
             f"| {host[1]} | {flat['tokens_per_s']} | {cascade['tokens_per_s']} "
             f"| {cascade['tokens_per_s'] / flat['tokens_per_s']:.2f}x |"
+        )
+    lines += [
+        "",
+        "### Host time of a decode step, microseconds",
+        "",
+        "| requests | context | levels | page ids | session | find the fit | load | replay, all of it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in record["decode"]:
+        us = row["host_us"]
+        lines.append(
+            f"| {row['requests']} | {row['context']} | {row['levels']} | {row['page_ids']} | {us['session']:.0f} "
+            f"| {us['lay']:.0f} | {us['load']:.0f} | {us['replay']:.0f} |"
         )
     buckets = ", ".join(map(str, model["buckets"]))
     lines.append("")

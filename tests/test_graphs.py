@@ -124,6 +124,11 @@ def test_what_does_not_fit_runs_eagerly_and_is_counted(runtime):
     assert not pool.stats.replays
     with pytest.raises(CapacityError, match="rows in append graphs 3 > 0"):
         pool.capacity(3, 1)
+    with pytest.raises(InvalidBatchError, match="load takes a CascadePlan, not a str"):
+        pool.run("plan", q=q)
+    crowded = pool_of(runtime, batch_sizes=[], max_requests=4)
+    with pytest.raises(CapacityError, match=r"capacity: requests in append graphs 5 > 4\."):
+        crowded.capacity(20, 5)
 
 
 @pytest.mark.parametrize(
@@ -156,12 +161,23 @@ def test_wrong_inputs(inputs, match, method, runtime):
         ({"token_sizes": [8], "max_requests": 17}, "bucket of 17 requests"),
         ({"batch_sizes": [9]}, r"input q is \[8, 4, 64\] on cpu: give a tensor of at least 9 rows"),
         ({"batch_sizes": [4], "inputs": {}}, "inputs is empty"),
+        ({"batch_sizes": [4], "shapes": []}, "no shapes for the bucket of decode 4"),
     ],
 )
 def test_wrong_buckets(arguments, match, runtime):
     given = {"inputs": {"q": make_q(CFG, 8)}} | arguments
     with pytest.raises(InvalidBatchError, match=match):
         capture_cuda_graphs(runtime, lambda inputs: inputs["q"], progress=False, **given)
+
+
+@pytest.mark.parametrize("output", [torch.zeros(()), torch.zeros(100), torch.zeros(1, 4)], ids=str)
+def test_outputs_without_a_row_for_each_input(output, runtime):
+    pool = capture_cuda_graphs(
+        runtime, lambda _: {"loss": output}, inputs={"q": make_q(CFG, 4)}, batch_sizes=[4], progress=False
+    )
+    plan = CascadePlanner(CFG).plan([[0]], [2])
+    with pytest.raises(InvalidBatchError, match="the step returned a tensor of .* for inputs of 4 rows"):
+        pool.replay(plan, q=make_q(CFG, 1))
 
 
 def test_progress_is_shown_on_stderr(runtime, capfd):

@@ -17,6 +17,7 @@ from flashinfer_cascade import (
     PlannerPolicy,
     UnsupportedError,
 )
+from flashinfer_cascade.pages import gather_runs
 
 FORCED = PlannerPolicy(executor="levels", fold=False)
 POLICIES = (

@@ -11,6 +11,7 @@ Source: flashinfer/prefill.py (BatchPrefillWithPagedKVCacheWrapper.plan) and fla
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from flashinfer_cascade.errors import BackendUnavailableError, CascadeError
 from flashinfer_cascade.runtime.launch import check_fa3, import_flashinfer, plan_arguments, tell_if_slow
 from flashinfer_cascade.runtime.schedule import UncutSchedule, is_planned_alike
 from flashinfer_cascade.runtime.shapes import LaunchSpec
+
+FIRST_VERSION = (0, 7, 2)
+"""Before, the module's plan took other arguments, and more workspace."""
 
 WRAPPER_ATTRIBUTES = (
     "_float_workspace_buffer",
@@ -259,6 +263,9 @@ class CapturedLaunch:
             out=out,
             lse=lse,
             return_lse=lse is not None,
+            # Idle blocks end without waiting for the launch before: with a programmatic launch, what comes behind
+            # could begin before that one is done.
+            enable_pdl=False if self.spec.may_idle else None,
         )
 
 
@@ -270,8 +277,11 @@ def check_wrapper(flashinfer: Any, wrapper: Any) -> None:
     """
     source = inspect.getsource(type(wrapper))
     missing = [name for name in WRAPPER_ATTRIBUTES if f"self.{name}" not in source]
+    version = tuple(map(int, re.findall(r"\d+", flashinfer.__version__)[:3]))
+    if version < FIRST_VERSION:
+        missing.append(f"the arguments of {'.'.join(map(str, FIRST_VERSION))}")
     if missing or "self._cached_module.plan(" not in source:
         raise BackendUnavailableError(
             f"FlashInfer {flashinfer.__version__} plans its graphs in another way ({type(wrapper).__name__} lacks "
-            f"{', '.join(missing) or 'a call of its module'}): use 0.7, or run without CUDA graphs"
+            f"{', '.join(missing) or 'a call of its module'}): use 0.7.2, or run without CUDA graphs"
         )

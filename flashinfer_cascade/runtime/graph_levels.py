@@ -12,6 +12,7 @@ from flashinfer_cascade.capacity import capacity_error
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.csr import Int32Array
 from flashinfer_cascade.errors import CapacityError
+from flashinfer_cascade.pages import gather_runs
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.buffers import ALIGNMENT
 from flashinfer_cascade.runtime.call import LayerCall
@@ -23,6 +24,7 @@ from flashinfer_cascade.runtime.captured import (
     int_workspace_bytes,
 )
 from flashinfer_cascade.runtime.kernels.merge import merge
+from flashinfer_cascade.runtime.mirror import MAX_WRITES, MIN_MIRRORED_PAGES, PageMirror, Update
 from flashinfer_cascade.runtime.schedule import UncutSchedule
 from flashinfer_cascade.runtime.shapes import (
     Bucket,
@@ -53,8 +55,12 @@ class GraphBuffers:
         num_launches = max(len(specs) for _, specs in graphs)
         num_rows = max(bucket.num_rows for bucket, _ in graphs)
         all_specs = [spec for _, specs in graphs for spec in specs]
-        header = max(Layout.of(config, bucket, specs).num_entries for bucket, specs in graphs)
-        num_entries = header + config.max_kv_indices
+        # Page ids end where the header begins, an update of the mirror begins where it ends: one copy takes both.
+        self.num_pages = -(-config.max_kv_indices // ALIGNMENT) * ALIGNMENT
+        ends = (Layout.of(config, bucket, specs, self.num_pages).end for bucket, specs in graphs)
+        most_runs = max(sum(spec.num_slots for spec in specs) for _, specs in graphs)
+        self.most_update_entries = 2 * (MAX_WRITES + most_runs + 1)
+        num_entries = max(ends) + self.most_update_entries
         int_bytes = max(int_workspace_bytes(config, spec, num_sms) for spec in all_specs)
         float_bytes = max(float_workspace_bytes(config, spec, num_sms) for spec in all_specs)
         with torch.cuda.device(device):
@@ -72,15 +78,10 @@ class GraphBuffers:
             self.gathered = torch.empty(num_rows, *shape, dtype=getattr(torch, config.dtype), device=device)
             self.partials = torch.empty(num_launches * num_rows, *shape, dtype=self.gathered.dtype, device=device)
             self.partial_lse = torch.empty(num_launches * num_rows, shape[0], device=device)
+            self.mirror = PageMirror(device)
             self._copied = [torch.cuda.Event() for _ in range(2)]
             self._stream = torch.cuda.current_stream(device)
         self._turn = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all buffers on the device."""
-        tensors = (self.workspace, self.on_device, self.gathered, self.partials, self.partial_lse)
-        return sum(t.numel() * t.itemsize for t in (*tensors, *(device for device, _ in self.int_workspaces)))
 
     def begin(self) -> int:
         """The turn: which of `pinned` to fill, now that the copies out of it are done."""
@@ -93,9 +94,9 @@ class GraphBuffers:
             self._stream = stream
         return turn
 
-    def copy(self, turn: int, num_entries: int) -> None:
-        """Copy the head of a turn's pinned area."""
-        self.on_device[:num_entries].copy_(self.pinned[turn][:num_entries], non_blocking=True)
+    def copy(self, turn: int, begin: int, end: int) -> None:
+        """Copy some entries of a turn's pinned area."""
+        self.on_device[begin:end].copy_(self.pinned[turn][begin:end], non_blocking=True)
 
     def end(self, turn: int) -> None:
         """All copies out of a turn's areas are queued."""
@@ -110,19 +111,20 @@ class Layout(NamedTuple):
         active: whether each launch has a level.
         groups: of each launch: qo_indptr, kv_indptr, kv_last_page_len, kv_len.
         schedules: of each launch; empty but for uncut fa2.
-        num_entries: behind the last; the page ids follow.
+        begin, end: of all of them; the page ids lie before.
     """
 
     row_map: slice
     active: slice
     groups: tuple[tuple[slice, slice, slice, slice], ...]
     schedules: tuple[slice, ...]
-    num_entries: int
+    begin: int
+    end: int
 
     @classmethod
-    def of(cls, config: CascadeConfig, bucket: Bucket, specs: Sequence[LaunchSpec]) -> Layout:
-        """One array behind the other, each aligned."""
-        at = 0
+    def of(cls, config: CascadeConfig, bucket: Bucket, specs: Sequence[LaunchSpec], at: int) -> Layout:
+        """One array behind the other from `at` on, each aligned."""
+        first = at
 
         def take(count: int) -> slice:
             nonlocal at
@@ -137,7 +139,7 @@ class Layout(NamedTuple):
             take(UncutSchedule(config, s).num_entries if s.backend == "fa2_uncut" and not s.is_fixed else 0)
             for s in specs
         )
-        return cls(row_map, active, groups, schedules, at)
+        return cls(row_map, active, groups, schedules, first, at)
 
     def views(self, memory: torch.Tensor) -> list[GroupArrays]:
         """Each launch's groups."""
@@ -191,7 +193,7 @@ class CapturedLevels:
         self.bucket, self.shape = bucket, shape
         self._specs = launch_specs(config, bucket, shape, buffers.num_sms)
         self.capacity = bucket_capacity(config, bucket, self._specs)
-        self._layout = layout = Layout.of(config, bucket, self._specs)
+        self._layout = layout = Layout.of(config, bucket, self._specs, buffers.num_pages)
         self._row_map = buffers.on_device[layout.row_map]
         self._active = buffers.on_device[layout.active]
         # A flat plan of one part keeps the order of the batch.
@@ -200,7 +202,7 @@ class CapturedLevels:
         self._host = [_HostArea.of(layout, pinned) for pinned in buffers.pinned]
         turn = buffers.begin()
         with torch.cuda.device(buffers.device):
-            pages = buffers.on_device[layout.num_entries :]
+            pages = buffers.on_device[: config.max_kv_indices]
             host, on_device = self._host[turn].launches, layout.views(buffers.on_device)
             self._launches = []
             for number, spec in enumerate(self._specs):
@@ -240,17 +242,12 @@ class CapturedLevels:
         self._fill(None, (*[None] * (len(self._specs) - 1), 0), [level])
 
     def _fill(self, plan: CascadePlan | None, level_of: Sequence[int | None], levels: list[Level]) -> None:
-        buffers, first_page = self._buffers, self._layout.num_entries
+        buffers, layout = self._buffers, self._layout
         with torch.cuda.device(buffers.device):
             turn = buffers.begin()
             try:
                 host = self._host[turn]
-                end = first_page
-                offsets = []
-                for level in levels:
-                    offsets.append(end - first_page)
-                    host.memory[end : end + len(level.kv_indices)] = level.kv_indices
-                    end += len(level.kv_indices)
+                offsets, begin, end, update = self._write_pages(host.memory, plan, levels)
                 host.row_map[:] = self._rows[:-1]
                 if plan is not None and plan.row_order is not None:
                     host.row_map[: plan.num_rows] = plan.row_order
@@ -263,9 +260,38 @@ class CapturedLevels:
                     else:
                         self._write(into, spec, levels[number], offsets[number])
                     launch.plan(into.groups, into.qo_indptr, into.schedule, turn)
-                buffers.copy(turn, end)
+                buffers.copy(turn, begin, end)
+                if update is not None:
+                    buffers.mirror.apply(update, buffers.on_device[layout.end : end], buffers.on_device)
             finally:
                 buffers.end(turn)
+
+    def _write_pages(
+        self, memory: Int32Array, plan: CascadePlan | None, levels: list[Level]
+    ) -> tuple[list[int], int, int, Update | None]:
+        """Stage the page ids of all levels, or what brings the mirror to them.
+
+        Returns:
+            offsets: where each level's page ids will begin.
+            begin, end: entries to copy, the header included.
+            update: what was staged for the mirror; None when the page ids themselves were.
+        """
+        layout, buffers = self._layout, self._buffers
+        if plan is None:
+            return [0], layout.begin, layout.end, None
+        runs = [plan.level_runs(number) for number in range(len(levels))]
+        sizes = [int(level.kv_indptr[-1]) for level in levels]
+        offsets = np.cumsum([0, *sizes]).tolist()
+        total = offsets.pop()
+        if plan.pages.pool_id and total >= MIN_MIRRORED_PAGES:
+            update = buffers.mirror.follow(plan.pages, [run[0] for run in runs], [run[1] for run in runs])
+            end = layout.end + sum(map(len, update.arrays))
+            np.concatenate(update.arrays, out=memory[layout.end : end])
+            return offsets, layout.begin, end, update
+        first = layout.begin - total
+        for offset, size, run in zip(offsets, sizes, runs, strict=True):
+            memory[first + offset : first + offset + size] = gather_runs(plan.pages.ids, *run)
+        return [first + offset for offset in offsets], first, layout.end, None
 
     def _write_nothing(self, into: _HostLaunch, spec: LaunchSpec, *, covers_rows: bool) -> None:
         """No KV in any group; all rows in some group, or in none."""

@@ -73,11 +73,10 @@ class GraphState:
 
         Args:
             plan: what to lay.
-            levels: its `CascadePlan.levels`.
+            levels: its `CascadePlan.levels`; their page ids are not read.
 
         Raises:
-            InvalidBatchError: it is no plan, one for another configuration, or it reads pages that the captured KV
-                caches do not hold.
+            InvalidBatchError: it is no plan, or one for another configuration.
             CapacityError: it has too many rows or requests.
         """
         check_plan(self._config, plan)
@@ -92,8 +91,6 @@ class GraphState:
                 {"rows a request": (int((plan.qo_indptr[1:] - plan.qo_indptr[:-1]).max()), 1)},
                 "Take a graph for appends, or run it eagerly",
             )
-        if self._num_pages is not None:
-            check_pages(plan, self._num_pages)
         return self._executor.lay(plan, levels)
 
     def misfit(self, plan: CascadePlan) -> CapacityError:
@@ -103,21 +100,24 @@ class GraphState:
     def load(self, plan: CascadePlan, laid: Laid | None = None) -> None:
         """Fill the buffers for the next replay, with copies on the current stream; the host waits for none of them.
 
-        Two pinned areas take turns: a load waits only for the copies of the load before the last.
+        Two pinned areas take turns: a load waits only for the copies of the load before the last (with a `StockShape`,
+        for those of the last, since FlashInfer has one area).
 
         Args:
             plan: at most as many rows and requests as the bucket holds; rows behind its own see nothing.
             laid: what `lay` said of it; None asks.
 
         Raises:
-            InvalidBatchError: as for `lay`.
+            InvalidBatchError: as for `lay`, or it reads pages that the captured KV caches do not hold.
             CapacityError: it does not fit; nothing was written.
         """
         if laid is None:
             check_plan(self._config, plan)
-            laid = self.lay(plan, plan.levels())
+            laid = self.lay(plan, plan.levels(with_pages=False))
             if laid is None:
                 raise self.misfit(plan)
+        if self._num_pages is not None:
+            check_pages(plan, self._num_pages)
         self._is_ready = False  # should it fail halfway
         self._executor.load(plan, laid)
         self._is_ready = True

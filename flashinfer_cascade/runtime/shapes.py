@@ -159,7 +159,8 @@ def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3:
 def one_for_all(config: CascadeConfig, bucket: Bucket, num_sms: int) -> GraphShape:
     """One shape that takes any plan: for engines with one graph for each batch size."""
     flat = [shape for shape in default_shapes(config, bucket, num_sms, has_fa3=False) if not shape.shared]
-    return GraphShape(("fa2", "fa2_uncut"), tuple(kernel for shape in flat for kernel in shape.own))
+    shared: tuple[Backend, ...] = ("fa2", "fa2_uncut") if bucket.num_requests > 1 else ()
+    return GraphShape(shared, tuple(kernel for shape in flat for kernel in shape.own))
 
 
 class LaunchSpec(NamedTuple):
@@ -170,6 +171,7 @@ class LaunchSpec(NamedTuple):
         is_shared: whether it holds a shared level.
         is_by_row: whether its groups are the rows, one by one.
         is_fixed: whether its schedule is the same for all plans.
+        may_idle: whether some plans have nothing for it.
         num_rows: of the bucket.
         num_slots: groups, idle ones included.
         planned_rows: rows that FlashInfer is told of, at least num_rows: where it plans the launch, it picks the tile
@@ -183,6 +185,7 @@ class LaunchSpec(NamedTuple):
     is_shared: bool
     is_by_row: bool
     is_fixed: bool
+    may_idle: bool
     num_rows: int
     num_slots: int
     planned_rows: int
@@ -216,7 +219,8 @@ class LaunchSpec(NamedTuple):
         by_row = bucket.kind == "decode" and not is_shared
         causal = bucket.kind == "append" and not is_shared
         fixed = by_row and (backend == "decode" or (backend == "fa2_uncut" and is_only))
-        return cls(backend, is_shared, by_row, fixed, rows, num_slots, planned, tile, blocks, causal)
+        may_idle = is_shared or not is_only
+        return cls(backend, is_shared, by_row, fixed, may_idle, rows, num_slots, planned, tile, blocks, causal)
 
 
 def fa2_tile(config: CascadeConfig, rows: int) -> int:

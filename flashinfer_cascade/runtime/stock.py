@@ -164,9 +164,11 @@ class CapturedStock:
             rows[: plan.num_rows] = torch.from_numpy(plan.row_order.astype(np.int64))
         with torch.cuda.device(self._device):
             self._copied.synchronize()  # FlashInfer plans in pinned memory of its own
-            self._row_map.copy_(rows, non_blocking=True)
-            plan_on_fa2(self._wrapper, self._config, arguments)
-            self._copied.record()
+            try:
+                self._row_map.copy_(rows, non_blocking=True)
+                plan_on_fa2(self._wrapper, self._config, arguments)
+            finally:
+                self._copied.record()
 
     def load_nothing(self) -> None:
         """See `graph_state.GraphExecutor.load_nothing`."""

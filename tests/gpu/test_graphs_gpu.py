@@ -17,7 +17,7 @@ from flashinfer_cascade import (
     capture_cuda_graphs,
 )
 from flashinfer_cascade.bench.traffic import Traffic
-from flashinfer_cascade.runtime import GraphShape, StockShape
+from flashinfer_cascade.runtime import GraphShape, StockShape, graph_levels
 from flashinfer_cascade.runtime.ops import attention
 from flashinfer_cascade.testing import (
     RandomBatch,
@@ -316,7 +316,7 @@ def test_padding_rows_write_nowhere(device):
     }
     pool = capture_cuda_graphs(runtime, step, inputs=inputs, batch_sizes=[8, 32], progress=False)
     planner = CascadePlanner(CFG, PlannerPolicy(executor="flat"))
-    at, expected = 0, torch.zeros(999)
+    at = 0
     for size in (32, 20, 3, 8, 1, 30, 32):
         plan = planner.plan([[r] for r in range(size)], [3] * size)
         written.zero_()
@@ -371,12 +371,86 @@ def test_lazy_capture(device, with_backends):
     plan = with_backends(CascadePlanner(CFG, CASCADES).plan(*batch), "fa2_uncut", "fa2")
     check(CFG, cache, q, batch, pool.replay(plan, q=q))
     assert pool.stats.captures == 2
+    assert pool.shapes(pool.buckets[0])[1] == GraphShape(("fa2_uncut",), ("fa2",))
     assert pool.stats.inexact == 0
     deeper = RandomBatch([[0, *([1] if r < 6 else []), 2, 10 + r] for r in range(12)], [35] * 12, [1] * 12)
     deeper_plan = CascadePlanner(CFG, CASCADES).plan(*deeper)
     with pytest.raises(CapacityError, match="num_levels 3 > 2"):
         pool.replay(deeper_plan, q=q)
     assert pool.stats.captures == 2
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_sessions(mirrored, device, delay, monkeypatch):
+    """Plans of a session replay as one-shot plans do, page ids followed on the device or gathered on the host."""
+    monkeypatch.setattr(graph_levels, "MIN_MIRRORED_PAGES", 0 if mirrored else 10**9)
+    cache = make_kv_cache(CFG, NUM_PAGES, device=device)
+    pool, _ = attention_pool(CFG, device, cache, batch_sizes=[8, 32])
+    other, _ = attention_pool(CFG, device, cache, batch_sizes=[8, 32])
+    planner = CascadePlanner(CFG, CASCADES)
+    session = planner.session()
+    rng = np.random.default_rng(7)
+    free = rng.permutation(NUM_PAGES).tolist()
+    number, moves = 0, set()
+    for step in range(120):
+        if step % 24 == 23:  # all change, the array of page ids too
+            session = planner.session()
+            free = rng.permutation(NUM_PAGES).tolist()
+        live = session.ids
+        if len(live) > 20 or (len(live) > 3 and rng.random() < 0.2):
+            session.remove(live[rng.integers(len(live))])
+        if len(session):
+            needs = [name for name in session.ids if session.seq_len(name) % 16 == 0]
+            session.step({name: free.pop() for name in needs})
+        while len(session) < 3 or (len(session) < 24 and rng.random() < 0.3):
+            number += 1
+            if len(session) and rng.random() < 0.5:
+                parent = session.ids[rng.integers(len(session))]
+                full = session.seq_len(parent) // 16
+                shared = session.block_table(parent)[:full].tolist()
+                length = 16 * full + int(rng.integers(1, 40))
+            else:
+                shared, length = [], int(rng.integers(1, 90))
+            own = -(-length // 16) - len(shared)
+            if own > len(free) - 60:
+                break
+            pages = shared + [free.pop() for _ in range(own)]
+            session.add(number, pages, length, computed_len=length - 1)
+        plan = session.plan(capacity=pool.capacity(len(session)))
+        tables = [session.block_table(name) for name in session.ids]
+        lens = [session.seq_len(name) for name in session.ids]
+        q = make_q(CFG, plan.num_rows, seed=step, device=device)
+        if step % 10 == 0:
+            delay()
+        got = pool.replay(plan, q=q).clone()
+        moves.add(plan.pages.pool_id)
+        expected = other.replay(planner.plan(tables, lens, capacity=other.capacity(len(lens))), q=q)
+        assert torch.equal(got, expected)
+    check(CFG, cache, q, RandomBatch([t.tolist() for t in tables], lens, [1] * len(lens)), got)
+    assert len(moves) > 3
+
+
+def test_a_capture_while_serving_writes_nowhere(device, with_backends):
+    """It warms the step up: not with the slots of the batch before."""
+    runtime = CascadeRuntime(CFG, device)
+    cache = make_kv_cache(CFG, NUM_PAGES, device=device)
+    written = torch.zeros(100, device=device)
+
+    def step(inputs):
+        written.index_add_(0, inputs["slot"], torch.ones(len(inputs["slot"]), device=device))
+        return runtime.run(inputs["q"], cache)
+
+    inputs = {"q": make_q(CFG, 8, device=device), "slot": torch.full((8,), 99, device=device)}
+    flat = [GraphShape((), ("fa2",))]
+    pool = capture_cuda_graphs(runtime, step, inputs=inputs, batch_sizes=[8], shapes=flat, lazy=1, progress=False)
+    tables = [[0, 1, 10 + r] for r in range(6)]
+    q, slot = make_q(CFG, 6, device=device), torch.arange(6, device=device)
+    pool.replay(with_backends(CascadePlanner(CFG).plan(tables, [40] * 6), "fa2"), q=q, slot=slot)
+    written.zero_()
+    plan = with_backends(CascadePlanner(CFG, CASCADES).plan(tables, [40] * 6), "fa2_uncut", "fa2")
+    pool.replay(plan, q=q, slot=slot + 20)
+    assert pool.stats.captures == 2
+    assert written[:99].nonzero()[:, 0].tolist() == list(range(20, 26))
 
 
 def test_ten_thousand_steps_leave_no_memory_behind(served, device):

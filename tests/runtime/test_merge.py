@@ -40,11 +40,13 @@ CASES = {
     "sinks": {"sinks": True},
     "sinks and map and scale": {"sinks": True, "mapped": True, "v_scale": 0.25},
     "wide out": {"wide": True},
+    "idle levels": {"levels": 4, "idle": [1, 3]},
+    "idle levels and sinks": {"levels": 2, "idle": [0], "sinks": True, "mapped": True},
 }
 
 
 def check_case(
-    levels=2, rows=9, heads=8, dim=64, dtype=torch.bfloat16, mapped=False, sinks=False, v_scale=1.0, wide=False
+    levels=2, rows=9, heads=8, dim=64, dtype=torch.bfloat16, mapped=False, sinks=False, v_scale=1.0, wide=False, idle=()
 ):
     from flashinfer_cascade.runtime.kernels.merge import merge
 
@@ -54,12 +56,19 @@ def check_case(
     partial_lse[0, 0] = -math.inf  # a level that saw nothing
     partial_lse[:, 1] = -math.inf  # a row that saw nothing anywhere
     partial_lse[-1, 2] = -math.inf
+    active = None
+    if idle:
+        active = torch.ones(levels, dtype=torch.int32, device=DEVICE)
+        active[idle] = 0
+        stale_lse, partial_lse = partial_lse, partial_lse.clone()
+        partial_lse[idle] = -math.inf
     partials[partial_lse == -math.inf] = math.nan  # never to be read
     sink = torch.randn(heads, device=DEVICE) if sinks else None
     row_map = torch.randperm(rows, dtype=torch.int32, device=DEVICE) if mapped else None
     out = torch.full((rows, heads, dim + (8 if wide else 0)), math.nan, dtype=dtype, device=DEVICE)[..., :dim]
     lse = torch.full((rows, heads), math.nan, device=DEVICE)
-    merge(partials, partial_lse, out, row_map=row_map, sinks=sink, v_scale=v_scale, lse=lse)
+    given_lse = stale_lse if idle else partial_lse
+    merge(partials, given_lse, out, row_map=row_map, active=active, sinks=sink, v_scale=v_scale, lse=lse)
     value, total = expected(partials, partial_lse, sink, v_scale)
     order = slice(None) if row_map is None else row_map.long()
     got, got_lse = out[order].double(), lse[order].double()
@@ -67,7 +76,7 @@ def check_case(
     assert torch.allclose(got, value, rtol=tolerance, atol=tolerance)
     assert torch.allclose(got_lse, total, rtol=1e-5, atol=1e-5)
     again = torch.empty_like(out)
-    merge(partials, partial_lse, again, row_map=row_map, sinks=sink, v_scale=v_scale)
+    merge(partials, given_lse, again, row_map=row_map, active=active, sinks=sink, v_scale=v_scale)
     assert torch.equal(again, out)
 
 

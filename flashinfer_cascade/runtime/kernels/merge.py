@@ -49,10 +49,9 @@ def _merge_kernel(
     for level in range(num_levels):
         # Partial results of all levels may hold more than 2**31 numbers.
         before = tl.cast(level, tl.int64)
-        ran = real
+        here = tl.load(partial_lse + before * lse_level_stride + at_lse, mask=real, other=float("-inf"))
         if has_active:
-            ran = real & (tl.load(active + level) != 0)
-        here = tl.load(partial_lse + before * lse_level_stride + at_lse, mask=ran, other=float("-inf"))
+            here = tl.where(tl.load(active + level) != 0, here, float("-inf"))
         seen = here > float("-inf")
         new = tl.maximum(highest, here)
         # Where nothing was seen yet both are -inf, and their difference would be NaN.
