@@ -176,7 +176,7 @@ def test_outputs_without_a_row_for_each_input(output, runtime):
         runtime, lambda _: {"loss": output}, inputs={"q": make_q(CFG, 4)}, batch_sizes=[4], progress=False
     )
     plan = CascadePlanner(CFG).plan([[0]], [2])
-    with pytest.raises(InvalidBatchError, match="the step returned a tensor of .* for inputs of 4 rows"):
+    with pytest.raises(InvalidBatchError, match=r"the step returned a tensor of .* for inputs of 4 rows"):
         pool.replay(plan, q=make_q(CFG, 1))
 
 

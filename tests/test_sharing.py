@@ -1,6 +1,5 @@
 """Forests are looked for again when they may have changed, and not otherwise."""
 
-import numpy as np
 import pytest
 
 from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy
@@ -29,21 +28,6 @@ def test_growth_behind_the_first_page_of_ones_own_changes_nothing(session):
         session.plan()
         session.truncate(step % 6, session.seq_len(step % 6) - 1)
         assert forest(session) is first
-
-
-def test_a_shared_page_that_changes_is_noticed(session):
-    first = forest(session)
-    session.replace_page(2, 30, 3000)  # its own
-    assert forest(session) is first
-    session.replace_page(2, 20, 3000)  # its first own one
-    session.replace_page(3, 20, 3000)
-    changed = forest(session)
-    assert sorted(changed.num_pages.tolist()) == [1, 20]
-    session.truncate(2, 80)
-    assert forest(session).num_nodes == 1
-    session.append(2, 5, [3000, 3001])
-    session.step(ids=[2])
-    assert np.array_equal(forest(session).block, changed.block)
 
 
 def test_who_leaves_the_decodes_for_the_appends_takes_its_sharing_along(session):
