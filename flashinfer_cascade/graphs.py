@@ -20,11 +20,15 @@ from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.call import check_plan
 from flashinfer_cascade.runtime.graph_state import GraphState
 from flashinfer_cascade.runtime.runtime import CascadeRuntime
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, Laid, level_backends, make_bucket
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, Laid, Needs, level_backends, make_bucket
 
 StepFn = Callable[[dict[str, torch.Tensor]], Any]
 """An engine's own step: from named inputs, one row a query token, to a tensor, or a tuple, list or dict of tensors,
 with as many rows."""
+
+
+MAX_CHOSEN = 4096
+"""Choices of a graph that a pool remembers."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class GraphPool:
         # One stream for all captures: memory that one graph leaves is another's on the same stream only.
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
         self._memory_pool = torch.cuda.graph_pool_handle() if runtime.device.type == "cuda" else None
+        self._chosen: dict[tuple[Bucket, Needs], tuple[_Captured, int, tuple[int | None, ...]]] = {}
         self._refused: set[tuple[Bucket, GraphShape]] = set()
         self.stats = PoolStats()
         self.memory_bytes = 0
@@ -183,13 +188,16 @@ class GraphPool:
     def _select(self, plan: CascadePlan) -> tuple[_Captured, Laid]:
         bucket = self._bucket(plan.num_rows, plan.num_requests)
         levels = plan.levels(with_pages=False)
+        # Steps that differ in lengths alone need the same.
+        key = bucket, Needs.of(bucket, plan, levels)
+        if key in self._chosen:
+            captured, distance, level_of = self._chosen[key]
+            return captured, Laid(distance, levels, level_of)
         best: tuple[_Captured, Laid] | None = None
         for captured in self._captured[bucket]:
             laid = captured.state.lay(plan, levels)
             if laid is not None and (best is None or laid.distance < best[1].distance):
                 best = captured, laid
-                if not laid.distance:
-                    break
         if self._lazy and (best is None or best[1].distance):
             *shared, own = level_backends(plan)
             wanted = bucket, GraphShape(tuple(shared), (own,))
@@ -200,11 +208,15 @@ class GraphPool:
         if best is None:
             roomiest = max(self._captured[bucket], key=lambda captured: captured.state.capacity.num_slots)
             raise roomiest.state.misfit(plan)
+        if len(self._chosen) >= MAX_CHOSEN:
+            self._chosen.clear()
+        self._chosen[key] = best[0], best[1].distance, best[1].level_of
         return best
 
     def _capture_late(self, bucket: Bucket, shape: GraphShape, plan: CascadePlan, levels: list[Level]) -> Laid | None:
         """Capture one more shape while serving; None when it cannot be, or the plan does not fit it either."""
         self._refused.add((bucket, shape))  # never tried twice
+        self._chosen.clear()
         with contextlib.suppress(UnsupportedError):
             self._capture([(bucket, shape)])
             self._lazy -= 1

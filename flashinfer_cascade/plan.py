@@ -268,7 +268,7 @@ class CascadePlan:
 
         One run after the other they are ``levels()[level].kv_indices``.
         """
-        segs = self._level_groups(self.parts, level - self.num_levels)[0]
+        segs = self._segs(self.parts, level - self.num_levels)
         return self.seg_page_begin[segs], self.seg_num_pages[segs]
 
     def level_pages(self, part: PlanPart, level: int) -> tuple[int, int]:
@@ -278,8 +278,10 @@ class CascadePlan:
         return begin, begin + int(self.seg_num_pages[low:high].sum())
 
     def _level_segments(self, part: PlanPart, level: int) -> tuple[int, int]:
+        if part.num_levels == 1:
+            return (part.seg_begin, part.seg_end) if level == 0 else (part.seg_begin, part.seg_begin)
         levels = self.seg_level[part.seg_begin : part.seg_end]
-        low, high = np.searchsorted(levels, [level, level + 1]).tolist()
+        low, high = levels.searchsorted((level, level + 1)).tolist()
         return part.seg_begin + low, part.seg_begin + high
 
     def _level(self, parts: Sequence[PlanPart], from_last: int, with_pages: bool) -> Level:
@@ -299,11 +301,16 @@ class CascadePlan:
             borders.astype(np.int32), indptr(counts).astype(np.int32), kv_indices, last_page_len.astype(np.int32)
         )
 
+    def _segs(self, parts: Sequence[PlanPart], from_last: int) -> slice | Int64Array:
+        """Segments of a level of some parts, sorted by row: as they lie by level in a part, and parts by rows."""
+        if len(parts) == 1:
+            return slice(*self._level_segments(parts[0], parts[0].num_levels + from_last))
+        spans = (self._level_segments(part, part.num_levels + from_last) for part in parts)
+        return np.concatenate([np.arange(low, high) for low, high in spans])
+
     def _level_groups(self, parts: Sequence[PlanPart], from_last: int) -> tuple[slice | Int64Array, Int64Array]:
         """Segments of a level, and the borders of its groups in rows of the parts."""
-        # Segments lie sorted by level within a part, and parts in row order, so these are sorted by row.
-        spans = [self._level_segments(part, part.num_levels + from_last) for part in parts]
-        segs = slice(*spans[0]) if len(spans) == 1 else np.concatenate([np.arange(low, high) for low, high in spans])
+        segs = self._segs(parts, from_last)
         row_0, num_rows = parts[0].row_begin, parts[-1].row_end - parts[0].row_begin
         begin = self.seg_row_begin[segs] - row_0
         return segs, level_edges(begin, begin + self.seg_num_rows[segs], num_rows)

@@ -31,6 +31,7 @@ from flashinfer_cascade.runtime.shapes import (
     GraphShape,
     Laid,
     LaunchSpec,
+    Needs,
     bucket_capacity,
     fit,
     launch_specs,
@@ -215,9 +216,9 @@ class CapturedLevels:
                 self._launches.append(CapturedLaunch(config, spec, memory, host[number].groups, buffers.num_sms))
         buffers.end(turn)
 
-    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid | None:
+    def lay(self, plan: CascadePlan, levels: list[Level], needs: Needs) -> Laid | None:
         """See `graph_state.GraphExecutor.lay`."""
-        found = fit(self._config, self.bucket, self.shape, self._specs, plan, levels, self._buffers.num_sms)
+        found = fit(self._config, self.bucket, self.shape, self._specs, needs, self._buffers.num_sms)
         return None if found is None else Laid(found.distance, levels, found.level_of)
 
     def misfit(self, plan: CascadePlan) -> CapacityError:

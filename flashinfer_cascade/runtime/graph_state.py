@@ -18,7 +18,7 @@ from flashinfer_cascade.runtime.call import (
     check_tensors,
     num_cache_pages,
 )
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, Laid
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, Laid, Needs
 
 
 class GraphExecutor(Protocol):
@@ -31,7 +31,7 @@ class GraphExecutor(Protocol):
     def shape(self) -> AnyShape | None:
         """Kernels of its launches; None on the CPU."""
 
-    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid | None:
+    def lay(self, plan: CascadePlan, levels: list[Level], needs: Needs) -> Laid | None:
         """How the plan, of so many rows and requests at most, fits; None when it does not. Nothing is written."""
 
     def misfit(self, plan: CascadePlan) -> CapacityError:
@@ -91,7 +91,7 @@ class GraphState:
                 {"rows a request": (int((plan.qo_indptr[1:] - plan.qo_indptr[:-1]).max()), 1)},
                 "Take a graph for appends, or run it eagerly",
             )
-        return self._executor.lay(plan, levels)
+        return self._executor.lay(plan, levels, Needs.of(bucket, plan, levels))
 
     def misfit(self, plan: CascadePlan) -> CapacityError:
         """Why a plan that `lay` refused does not fit."""

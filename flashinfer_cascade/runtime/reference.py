@@ -15,7 +15,7 @@ from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import CapacityError
 from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
 from flashinfer_cascade.runtime.call import LayerCall
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, Laid
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, Laid, Needs
 
 LOG2E = math.log2(math.e)
 
@@ -198,7 +198,7 @@ class ReferenceRows:
         self.shape: AnyShape | None = None
         self.capacity = PlanCapacity(num_rows=bucket.num_rows, num_page_indices=config.max_kv_indices)
 
-    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid:
+    def lay(self, plan: CascadePlan, levels: list[Level], needs: Needs) -> Laid:
         """See `graph_state.GraphExecutor.lay`; every plan of the bucket fits."""
         return Laid(0, levels, ())
 

@@ -317,31 +317,47 @@ IDLE, IDLE_CUT, OTHER_KERNEL, OTHER_CUT = 1, 2, 1, 4
 in whether it cuts KV, or in the own KV's kernel."""
 
 
+class Needs(NamedTuple):
+    """All of a plan that decides how it fits a bucket's shapes.
+
+    Attributes:
+        backends: the kernel that it asks for on each level.
+        groups: of each shared level, those for rows of padding included.
+        is_short: whether the decode kernel never cuts its requests' own KV.
+    """
+
+    backends: tuple[Backend, ...]
+    groups: tuple[int, ...]
+    is_short: bool
+
+    @classmethod
+    def of(cls, bucket: Bucket, plan: CascadePlan, levels: list[Level]) -> Needs:
+        """The needs of a plan whose rows and requests fit the bucket; levels are those of the whole batch."""
+        is_padded = plan.num_rows < bucket.num_rows
+        # Rows of padding stand behind the last group, in one of their own unless that has no KV either.
+        groups = tuple(
+            len(level.kv_last_page_len) + bool(is_padded and level.kv_last_page_len[-1] > 0) for level in levels[:-1]
+        )
+        # A decode batch is a single part, its own KV last.
+        is_short = bucket.kind == "decode" and int(plan.seg_kv_len[-plan.num_requests :].max()) <= MIN_SPLIT_TOKENS
+        return cls(tuple(level_backends(plan)), groups, is_short)
+
+
 def fit(
-    config: CascadeConfig,
-    bucket: Bucket,
-    shape: GraphShape,
-    specs: list[LaunchSpec],
-    plan: CascadePlan,
-    levels: list[Level],
-    num_sms: int,
+    config: CascadeConfig, bucket: Bucket, shape: GraphShape, specs: list[LaunchSpec], needs: Needs, num_sms: int
 ) -> Fit | None:
     """Lay a plan onto a shape; None when it does not fit.
 
     Args:
         config: the attention.
-        bucket: what the graph is captured for; the plan's rows and requests are known to fit it.
+        bucket: what the graph is captured for.
         shape: the graph's.
         specs: the shape's launches in this bucket.
-        plan: what to run.
-        levels: `CascadePlan.levels` of the whole batch.
+        needs: the plan's.
         num_sms: of the device.
     """
-    wanted = level_backends(plan)
-    num_shared = len(levels) - 1
-    is_padded = plan.num_rows < bucket.num_rows
-    # Rows of padding stand behind the last group, in one of their own unless that has no KV either.
-    groups = [len(level.kv_last_page_len) + bool(is_padded and level.kv_last_page_len[-1] > 0) for level in levels[:-1]]
+    wanted, groups = needs.backends, needs.groups
+    num_shared = len(groups)
     best: Fit | None = None
     for chosen in itertools.combinations(range(len(shape.shared)), num_shared):
         if any(count > specs[at].num_slots for count, at in zip(groups, chosen, strict=True)):
@@ -354,7 +370,8 @@ def fit(
                 distance += OTHER_CUT if "fa2" in (ours, backend) else OTHER_KERNEL
         if best is None or distance < best.distance:
             best = Fit(tuple(chosen.index(i) if i in chosen else None for i in range(len(shape.shared))), distance)
-    possible = [backend for backend in shape.own if backend != "decode" or _decodes(config, bucket, plan, num_sms)]
+    decodes = needs.is_short or _decode_never_cuts(config, bucket, num_sms)
+    possible = [backend for backend in shape.own if backend != "decode" or decodes]
     if best is None or not possible:
         return None
     own = _own_kernel(wanted[-1], possible)
@@ -382,14 +399,6 @@ def level_backends(plan: CascadePlan) -> list[Backend]:
         largest = max(parts, key=lambda part: part.row_end - part.row_begin)
         wanted.append(largest.backends[from_last])
     return wanted
-
-
-def _decodes(config: CascadeConfig, bucket: Bucket, plan: CascadePlan, num_sms: int) -> bool:
-    """Whether the decode kernel leaves this plan's own KV uncut."""
-    if _decode_never_cuts(config, bucket, num_sms):
-        return True
-    own = plan.seg_kv_len[-plan.num_requests :]  # a decode batch is a single part, its own KV last
-    return int(own.max()) <= MIN_SPLIT_TOKENS
 
 
 def bucket_capacity(config: CascadeConfig, bucket: Bucket, specs: list[LaunchSpec]) -> PlanCapacity:

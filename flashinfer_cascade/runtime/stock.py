@@ -16,7 +16,7 @@ from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.captured import float_workspace_bytes as graph_workspace_bytes
 from flashinfer_cascade.runtime.launch import import_flashinfer, plan_on_fa2
 from flashinfer_cascade.runtime.levels import rows_of
-from flashinfer_cascade.runtime.shapes import Bucket, Laid, LaunchSpec, StockShape, fa2_tile
+from flashinfer_cascade.runtime.shapes import Bucket, Laid, LaunchSpec, Needs, StockShape, fa2_tile
 
 MAX_MERGED_HEADS = {64: 128, 128: 64, 256: 32}
 """Query heads above which the wrapper's merge kernel fails to launch and leaves the CUDA context broken, by head_dim.
@@ -140,7 +140,7 @@ class CapturedStock:
         self._row_map = torch.arange(bucket.num_rows, device=device)
         self._copied = torch.cuda.Event()
 
-    def lay(self, plan: CascadePlan, levels: list[Level]) -> Laid | None:
+    def lay(self, plan: CascadePlan, levels: list[Level], needs: Needs) -> Laid | None:
         """See `graph_state.GraphExecutor.lay`."""
         return None if self.capacity.lacks(plan.usage()) else Laid(0, levels, ())
 

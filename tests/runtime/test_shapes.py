@@ -10,6 +10,7 @@ from flashinfer_cascade.runtime.captured import float_workspace_bytes, int_works
 from flashinfer_cascade.runtime.shapes import (
     GraphShape,
     LaunchSpec,
+    Needs,
     bucket_capacity,
     default_shapes,
     fa2_tile,
@@ -89,7 +90,7 @@ def test_plans_made_to_fit_do(max_new, heads):
                 specs = launch_specs(cfg, bucket, shape, SMS)
                 plan = planner.plan(*batch, capacity=bucket_capacity(cfg, bucket, specs))
                 levels = plan.levels()
-                found = fit(cfg, bucket, shape, specs, plan, levels, SMS)
+                found = fit(cfg, bucket, shape, specs, Needs.of(bucket, plan, levels), SMS)
                 assert found is not None
                 used = [number for number in found.level_of if number is not None]
                 assert used == list(range(len(levels)))
@@ -133,7 +134,7 @@ def test_levels_go_to_the_launches_most_like_them(backends, level_of, distance):
     plan = plan_of(len(backends), backends)
     bucket = make_bucket(CFG, 64)
     specs = launch_specs(CFG, bucket, SHAPE, SMS)
-    found = fit(CFG, bucket, SHAPE, specs, plan, plan.levels(), SMS)
+    found = fit(CFG, bucket, SHAPE, specs, Needs.of(bucket, plan, plan.levels()), SMS)
     assert found == (level_of, distance)
 
 
@@ -141,7 +142,7 @@ def test_what_does_not_fit():
     bucket = make_bucket(CFG, 64)
     specs = launch_specs(CFG, bucket, SHAPE, SMS)
     deep = plan_of(5, ["fa2"] * 5)
-    assert fit(CFG, bucket, SHAPE, specs, deep, deep.levels(), SMS) is None
+    assert fit(CFG, bucket, SHAPE, specs, Needs.of(bucket, deep, deep.levels()), SMS) is None
     # As many groups as there are may have no KV for rows of padding.
     shape = GraphShape(("fa2_uncut",), ("fa2",))
     pairs = CascadePlanner(CFG, PlannerPolicy(executor="levels", fold=False)).plan(
@@ -151,14 +152,14 @@ def test_what_does_not_fit():
         bucket = make_bucket(CFG, rows)
         level, own = launch_specs(CFG, bucket, shape, SMS)
         tight = [level._replace(num_slots=4), own]
-        assert (fit(CFG, bucket, shape, tight, pairs, pairs.levels(), SMS) is not None) == fits
+        assert (fit(CFG, bucket, shape, tight, Needs.of(bucket, pairs, pairs.levels()), SMS) is not None) == fits
     # The decode kernel would cut long KV where rows are few.
     shape = GraphShape((), ("decode", "fa2"))
     specs = launch_specs(CFG, bucket, shape, SMS)
     for tokens, level_of in ((128, (0, None)), (129, (None, 0))):
         plan = CascadePlanner(CFG).plan([list(range(9))], [tokens])
         object.__setattr__(plan.parts[0], "backends", ("decode",))
-        assert fit(CFG, bucket, shape, specs, plan, plan.levels(), SMS).level_of == level_of
+        assert fit(CFG, bucket, shape, specs, Needs.of(bucket, plan, plan.levels()), SMS).level_of == level_of
 
 
 @pytest.mark.parametrize(
