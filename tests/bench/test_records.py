@@ -16,7 +16,8 @@ def load_script(name):
     return module
 
 
-bench_gpu = load_script("bench_gpu")
+bench_gpu, bench_graphs = load_script("bench_gpu"), load_script("bench_graphs")
+GRAPHS = json.loads(bench_graphs.RECORD.read_text())
 RECORD = json.loads(bench_gpu.RECORD.read_text())
 
 
@@ -32,9 +33,10 @@ def speedup(over, counted):
     return bench_gpu.geomean([row["us"][over][0] / row["us"]["auto"][0] for row in counted])
 
 
-def test_the_document_shows_the_record(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench_gpu.py", "--check"])
-    bench_gpu.main()
+@pytest.mark.parametrize("script", [bench_gpu, bench_graphs], ids=lambda script: script.__name__)
+def test_the_document_shows_the_record(script, monkeypatch):
+    monkeypatch.setattr("sys.argv", [script.__name__, "--check"])
+    script.main()
 
 
 def test_the_geometric_means_of_the_readme():
@@ -66,3 +68,23 @@ def test_predictions_of_whole_plans_are_close():
         ratios = [row["predicted_us"][name] / row["us"][name][0] for row in rows() if name in row["predicted_us"]]
         assert sum(1 / 1.15 <= ratio <= 1.15 for ratio in ratios) >= 0.8 * len(ratios)
         assert all(1 / 1.4 <= ratio <= 1.4 for ratio in ratios)
+
+
+def test_graphs_are_close_to_eager_plans_and_ahead_of_the_stock_wrapper_s():
+    assert len(GRAPHS["attention"]) == len(bench_graphs.ATTENTION)
+    for row in GRAPHS["attention"]:
+        us = {name: value[0] for name, value in row["us"].items()}
+        assert us["pool"] < us["stock"], row["workload"]
+        assert us["pool"] < 1.35 * us["own"], row["workload"]
+        assert row["load_us"]["pool"] < row["load_us"]["stock"] / 2, row["workload"]
+        for name in ("own", "pool", "one_for_all"):
+            assert row["max_error"][name] <= row["error_budget"], (row["workload"], name)
+
+
+def test_a_whole_model_gains_where_there_is_sharing_and_loses_nothing_elsewhere():
+    gain = {
+        row["workload"]: row["cascade"]["tokens_per_s"] / row["flat"]["tokens_per_s"] for row in GRAPHS["model"]["rows"]
+    }
+    assert gain["S1"] == pytest.approx(1.6, abs=0.05)
+    assert gain["P10"] > 1.5
+    assert min(gain.values()) > 0.98
