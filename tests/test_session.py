@@ -100,7 +100,6 @@ def assert_same(plan, expected):
             assert getattr(part.forest, name).tolist() == getattr(other.forest, name).tolist(), name
 
 
-@settings(max_examples=60, stateful_step_count=40)
 class Decoding(RuleBasedStateMachine):
     """Random calls on a session and on its model, in any order that an engine could make them."""
 
@@ -240,6 +239,7 @@ class Decoding(RuleBasedStateMachine):
 
 
 TestDecoding = Decoding.TestCase
+TestDecoding.settings = settings(settings.default, stateful_step_count=40)
 
 
 def decoding(num=4, prefix=40, policy=FORCED, page_size=16, **changes):
