@@ -18,9 +18,10 @@ from flashinfer_cascade.capacity import PlanCapacity, capacity_error
 from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.call import check_plan
+from flashinfer_cascade.runtime.fit import Laid, Needs, level_backends
 from flashinfer_cascade.runtime.graph_state import GraphState
 from flashinfer_cascade.runtime.runtime import CascadeRuntime
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, Laid, Needs, level_backends, make_bucket
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, make_bucket
 
 StepFn = Callable[[dict[str, torch.Tensor]], Any]
 """An engine's own step: from named inputs, one row a query token, to a tensor, or a tuple, list or dict of tensors,

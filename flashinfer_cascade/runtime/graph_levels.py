@@ -23,19 +23,11 @@ from flashinfer_cascade.runtime.captured import (
     float_workspace_bytes,
     int_workspace_bytes,
 )
+from flashinfer_cascade.runtime.fit import Laid, Needs, fit
 from flashinfer_cascade.runtime.kernels.merge import merge
 from flashinfer_cascade.runtime.mirror import MAX_WRITES, MIN_MIRRORED_PAGES, PageMirror, Update
 from flashinfer_cascade.runtime.schedule import UncutSchedule
-from flashinfer_cascade.runtime.shapes import (
-    Bucket,
-    GraphShape,
-    Laid,
-    LaunchSpec,
-    Needs,
-    bucket_capacity,
-    fit,
-    launch_specs,
-)
+from flashinfer_cascade.runtime.shapes import Bucket, GraphShape, LaunchSpec, bucket_capacity, launch_specs
 
 
 class GraphBuffers:

@@ -18,7 +18,8 @@ from flashinfer_cascade.runtime.call import (
     check_tensors,
     num_cache_pages,
 )
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, Laid, Needs
+from flashinfer_cascade.runtime.fit import Laid, Needs
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket
 
 
 class GraphExecutor(Protocol):

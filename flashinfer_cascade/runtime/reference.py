@@ -15,7 +15,8 @@ from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.errors import CapacityError
 from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
 from flashinfer_cascade.runtime.call import LayerCall
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, Laid, Needs
+from flashinfer_cascade.runtime.fit import Laid, Needs
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket
 
 LOG2E = math.log2(math.e)
 

@@ -14,9 +14,10 @@ from flashinfer_cascade.plan import CascadePlan, Level, PlanPart
 from flashinfer_cascade.planner import CascadePlanner
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.captured import float_workspace_bytes as graph_workspace_bytes
+from flashinfer_cascade.runtime.fit import Laid, Needs
 from flashinfer_cascade.runtime.launch import import_flashinfer, plan_on_fa2
 from flashinfer_cascade.runtime.levels import rows_of
-from flashinfer_cascade.runtime.shapes import Bucket, Laid, LaunchSpec, Needs, StockShape, fa2_tile
+from flashinfer_cascade.runtime.shapes import Bucket, LaunchSpec, StockShape, fa2_tile
 
 MAX_MERGED_HEADS = {64: 128, 128: 64, 256: 32}
 """Query heads above which the wrapper's merge kernel fails to launch and leaves the CUDA context broken, by head_dim.

@@ -7,16 +7,14 @@ from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy, Uns
 from flashinfer_cascade.bench.traffic import Traffic
 from flashinfer_cascade.cost import TILES
 from flashinfer_cascade.runtime.captured import float_workspace_bytes, int_workspace_bytes
+from flashinfer_cascade.runtime.fit import Needs, fit, level_backends
 from flashinfer_cascade.runtime.shapes import (
     GraphShape,
     LaunchSpec,
-    Needs,
     bucket_capacity,
     default_shapes,
     fa2_tile,
-    fit,
     launch_specs,
-    level_backends,
     make_bucket,
     one_for_all,
 )
