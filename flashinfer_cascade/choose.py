@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import PyDLL
 from dataclasses import replace
 
@@ -10,18 +11,21 @@ import numpy as np
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error, fit_cut, num_slots
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig, PlannerPolicy
-from flashinfer_cascade.cost import CostModel, PartShape
+from flashinfer_cascade.cost import Backend, CostModel, PartShape
 from flashinfer_cascade.errors import UnsupportedError
-from flashinfer_cascade.fold import Cut, best_cuts, cut_at, no_cut
+from flashinfer_cascade.fold import BoolArray, Cut, FoldCosts, best_cuts, cut_at, no_cut
 from flashinfer_cascade.forest import PrefixForest, build_forest
 from flashinfer_cascade.layout import Choice, lay_out
 from flashinfer_cascade.native import Rated, Rater, Status
 from flashinfer_cascade.plan import CascadePlan, Executor, PartName
 from flashinfer_cascade.profile import DeviceProfile
+from flashinfer_cascade.segment_cost import MAX_GROUP_SIZE, SegmentCost
 
 Groups = list[tuple[PartName, PrefixForest]]
 """The parts of a batch, each with all sharing among its requests."""
 
+
+NOTHING_SHARED = "no full page is shared"
 
 NO_CASCADE = {
     Status.NOTHING_PAYS: "every shared run is too small to pay for a level",
@@ -45,8 +49,17 @@ class Chooser:
         self.config = config
         self.policy = policy
         self._cost = CostModel(config, profile)
+        self._segments = SegmentCost(config, profile)
+        self._rates_levels = policy.executor in ("auto", "levels", "stock")
+        self._rates_segments = policy.executor == "segments" or (policy.executor == "auto" and self._segments.runs)
+        if policy.executor == "segments" and config.group_size > MAX_GROUP_SIZE:
+            raise UnsupportedError(
+                f"executor='segments' with {config.group_size} query heads for each KV head: its kernels take up to "
+                f"{MAX_GROUP_SIZE}, use executor='auto'"
+            )
         self.core = core
-        self.rater = None if core is None else Rater(core, self._cost, policy)
+        which = self._rates_levels, self._rates_segments
+        self.rater = None if core is None else Rater(core, self._cost, self._segments, policy, *which)
 
     def split(self, batch: Batch) -> Groups:
         """The parts of a batch, their sharing found from scratch."""
@@ -103,38 +116,41 @@ class Chooser:
         """Decide on one part: its segments, its executor."""
         why_flat = self.why_flat(batch, forest)
         rated = self._rate(batch, forest, why_flat is None, room)
-        executor, reason, predicted = self.conclude(why_flat, rated.status, rated.flat_us, rated.us, rated.merged)
         cut, backends = rated.cut, rated.backends
+        executor, reason, predicted = self.conclude(why_flat, rated, forest.num_nodes > 0)
         if executor == "flat" or cut is None:
             cut, backends = no_cut(forest), rated.flat_backends
         return Choice(name, executor, reason, forest, cut, backends, predicted, rated.tokens_left, rated.raw)
 
     def conclude(
-        self, why_flat: str | None, status: Status, flat_us: float, us: float, merged: int = 0
+        self, why_flat: str | None, rated: Rated, is_shared: bool
     ) -> tuple[Executor, str, dict[str, float]]:
         """The executor of a part, why, and the predicted times that are told of.
 
         Args:
-            why_flat: why no cascade was looked for; None when one was.
-            status: what came of that.
-            flat_us: predicted time of flat attention.
-            us: of the best cascade, where there is one.
-            merged: nodes that it had to give up.
+            why_flat: why nothing else was looked for; None when it was.
+            rated: what came of that; its cut is not read.
+            is_shared: whether any page is.
         """
+        policy, flat_us, us = self.policy, rated.flat_us, rated.us
         if why_flat is not None:
             return "flat", why_flat, {"flat": flat_us}
-        if status != Status.FOUND:
-            return "flat", NO_CASCADE[status], {"flat": flat_us}
-        policy = self.policy
-        note = f"; {merged} shared segments merged to fit the limits" if merged else ""
+        if rated.status != Status.FOUND:
+            return "flat", NO_CASCADE[rated.status] if is_shared else NOTHING_SHARED, {"flat": flat_us}
+        executor: Executor = "segments" if rated.backends[0] == "segments" else "levels"
+        note = f"; {rated.merged} shared segments merged to fit the limits" if rated.merged else ""
+        if not is_shared:
+            note = f"; {NOTHING_SHARED}"
         if policy.executor != "auto":
             executor = policy.executor
             return executor, f"the policy asks for {executor}{note}", {"flat": flat_us, executor: us}
-        gain, predicted = flat_us / us, {"flat": flat_us, "levels": us}
+        gain, predicted = flat_us / us, {"flat": flat_us, executor: us}
         if gain < policy.min_speedup:
+            if not is_shared:
+                return "flat", NOTHING_SHARED, predicted
             low = f"a cascade is predicted {gain:.2f}x as fast, below min_speedup={policy.min_speedup:g}"
             return "flat", low + note, predicted
-        return "levels", f"predicted {gain:.2f}x as fast as flat{note}", predicted
+        return executor, f"predicted {gain:.2f}x as fast as flat{note}", predicted
 
     def why_flat(self, batch: Batch, forest: PrefixForest) -> str | None:
         """Why no cascade is to be looked for; None when one is."""
@@ -150,7 +166,7 @@ class Chooser:
                         "of a window is wrong: use executor='auto', which plans such batches flat"
                     )
                 return f"window_left={window} does not cover the longest context of {longest} tokens"
-        return None if forest.num_nodes else "no full page is shared"
+        return None
 
     def _rate(self, batch: Batch, forest: PrefixForest, cascade: bool, room: PlanCapacity | None) -> Rated:
         """Predict the time of flat attention and, if a cascade is wanted, of the best one."""
@@ -162,27 +178,37 @@ class Chooser:
         lens = batch.seq_lens[forest.order]
         tokens_left = int((shape.context - lens)[lens > 0].min(initial=MAX_INT32))
         flat = self._cost.flat(shape)
-        wanted = self._candidate_cuts(shape) if cascade else []
-        cuts = [self._fit(shape, cut, room) for cut in wanted]
-        rate = self._cost.stock if self.policy.executor == "stock" else self._cost.levels
-        rated_cuts = [(*rate(shape, cut), cut, i) for i, cut in enumerate(cuts) if cut.kept.any()]
-        if not rated_cuts:
+        found: list[tuple[float, tuple[Backend, ...], Cut, int]] = []
+        wanted = 0
+        if cascade and self._rates_levels:
+            rate = self._cost.stock if self.policy.executor == "stock" else self._cost.levels
+            for mask in self._masks(shape, self._cost.fold_costs):
+                wanted += 1
+                cut = self._fit(shape, cut_at(forest, mask), room)
+                if cut.kept.any():
+                    found.append((*rate(shape, cut), cut, int(mask.sum() - cut.kept.sum())))
+        if cascade and self._rates_segments:
+            (mask,) = self._masks(shape, self._segments.fold_costs) or [np.zeros(forest.num_nodes, np.bool_)]
+            cut = self._fit(shape, cut_at(forest, mask), room)
+            us, backends = self._segments.predict(shape, cut), ("segments",) * cut.num_levels
+            found.append((us, backends, cut, int(mask.sum() - cut.kept.sum())))
+        if not found:
             return Rated(Status.NO_ROOM if wanted else Status.NOTHING_PAYS, tokens_left, *flat)
-        us, backends, cut, which = min(rated_cuts, key=lambda item: item[0])
-        merged = int(wanted[which].kept.sum() - cut.kept.sum())
+        us, backends, cut, merged = min(found, key=lambda item: item[0])
         return Rated(Status.FOUND, tokens_left, *flat, us, backends, cut, merged)
 
-    def _candidate_cuts(self, shape: PartShape) -> list[Cut]:
+    def _masks(self, shape: PartShape, costs: Callable[[PartShape], FoldCosts]) -> list[BoolArray]:
+        """Different choices of nodes to keep, each of some."""
         forest = shape.forest
         everything = np.ones(forest.num_nodes, np.bool_)
         if self.policy.fold and forest.num_nodes > 1:
-            masks = list(best_cuts(forest, self._cost.fold_costs(shape)))
+            masks = list(best_cuts(forest, costs(shape)))
         else:
             masks = [everything]
         distinct = {mask.tobytes(): mask for mask in masks if mask.any()}
-        if not distinct and self.policy.executor != "auto":
-            distinct = {b"": everything}
-        return [cut_at(forest, mask) for mask in distinct.values()]
+        if not distinct and self.policy.executor in ("levels", "stock") and forest.num_nodes:
+            return [everything]
+        return list(distinct.values())
 
     def _fit(self, shape: PartShape, cut: Cut, room: PlanCapacity | None) -> Cut:
         if room is None and cut.num_levels <= self.policy.max_levels:

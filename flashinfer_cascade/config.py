@@ -175,10 +175,11 @@ class PlannerPolicy(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    executor: Literal["auto", "flat", "levels", "stock"] = Field(
+    executor: Literal["auto", "flat", "levels", "segments", "stock"] = Field(
         default="auto",
         description="auto lets the cost model choose; flat never cascades; levels cascades wherever pages "
-        "are shared; stock does so on FlashInfer's own multi-level wrapper",
+        "are shared, on FlashInfer's kernels; segments does so on this library's own; stock on FlashInfer's "
+        "multi-level wrapper",
     )
     max_levels: _Int = Field(default=8, ge=2, le=64, description="most levels of a plan, the requests' own KV included")
     fold: bool = Field(

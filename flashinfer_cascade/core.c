@@ -16,7 +16,7 @@ typedef int64_t i64;
 const char *fic_source(void) { return FIC_SOURCE; }
 
 enum { NUM_TILES = 3, MAX_LEVELS = 64, MAX_CANDIDATES = 4, NUM_WEIGHTS = 2 };
-enum { FA2, FA2_UNCUT, FA3, DECODE };            /* native.BACKENDS */
+enum { FA2, FA2_UNCUT, FA3, DECODE, SEGMENTS };  /* native.BACKENDS */
 enum { FOUND, NOTHING_PAYS, TOO_DEEP, NO_MEMORY }; /* native.Status */
 
 /* cost.CostModel and the policy; native.Model. */
@@ -25,6 +25,8 @@ typedef struct {
     double decode_block_us, decode_token_us, decode_launch_us, decode_lone_block;
     double fa3_block_us, fa3_token_us;
     double decode_block_ps, decode_token_ps;
+    double segment_partial_ps, segment_launch_us;
+    double segment_item_ps[2], segment_token_ps[2]; /* of a narrow and of a wide tile */
     double block_us[NUM_TILES], token_us[NUM_TILES], lone_block[NUM_TILES];
     double block_ps[NUM_TILES], token_ps[NUM_TILES];
     double level_weights[NUM_WEIGHTS];
@@ -32,6 +34,7 @@ typedef struct {
     i64 num_sms, num_qo_heads, num_kv_heads, group_size, small_head, page_size, window_left;
     i64 blocks_per_sm, min_split_tokens, fa3_min_rows, decode_blocks_per_sm;
     i64 has_fa3, has_decode, decode_group, fold, forced, max_levels;
+    i64 narrow_rows, rows_per_tile, rates_levels, rates_segments;
 } model;
 
 /* A forest in one block: forest.PrefixForest.block. */
@@ -250,20 +253,52 @@ static void block_costs(const model *m, i64 rows, double *fixed, double *per_tok
     *per_token = tiles * m->token_ps[tile];
 }
 
-/* CostModel.fold_costs and fold.best_cuts: masks is uint8[MAX_CANDIDATES, nodes]. Returns how many, -1 without memory.
+/* SegmentCost._item_costs, of one KV head. */
+static void item_costs(const model *m, i64 rows, double *fixed, double *per_token) {
+    int wide = rows * m->group_size > m->narrow_rows;
+    double tiles = wide ? (double)ceil_div(rows, m->rows_per_tile) : 1.0;
+    *fixed = tiles * m->segment_item_ps[wide];
+    *per_token = tiles * m->segment_token_ps[wide];
+}
+
+/* SegmentCost.predict */
+static double segments_us(const model *m, const forest *f, const cut *c, const i64 *rows, const i64 *row_indptr,
+                          const i64 *context) {
+    double work = 0.0, fixed, per_token;
+    i64 partials = 0, page = m->page_size;
+    for (i64 v = 0; v < f->nodes; v++) {
+        if (!c->kept[v]) continue;
+        i64 node_rows = row_indptr[f->end[v]] - row_indptr[f->begin[v]];
+        item_costs(m, node_rows, &fixed, &per_token);
+        work += fixed + per_token * (double)((f->page_begin[v] + f->num_pages[v] - c->node_start[v]) * page);
+        partials += node_rows;
+    }
+    if (partials) partials += row_indptr[f->n];
+    for (i64 i = 0; i < f->n; i++) {
+        item_costs(m, rows[i], &fixed, &per_token);
+        work += fixed + per_token * (double)max_of(context[i] - c->tail_start[i] * page - rows[i] / 2, 0);
+    }
+    work *= (double)m->num_kv_heads;
+    return (work + (double)partials * m->segment_partial_ps) * 1e-6 / (double)m->num_sms + m->segment_launch_us;
+}
+
+/* CostModel.fold_costs, or those of SegmentCost, and fold.best_cuts: masks is uint8[MAX_CANDIDATES, nodes].
+ * Returns how many, -1 without memory.
  *
  * below[first[v] + j * count + k]: cost of all beneath node v for candidate k when the segment through it begins at
  * depth j; j = depth + 1 is behind the node. Costs are whole numbers, so that the order of additions is free.
  */
 static i64 best_cuts(const model *m, const forest *f, const i64 *rows, const i64 *row_indptr, const i64 *context,
-                     uint8_t *masks) {
+                     int segments, uint8_t *masks) {
     i64 nodes = f->nodes, total_rows = row_indptr[f->n], page = m->page_size;
-    i64 count = NUM_WEIGHTS * (m->decode_group && total_rows == f->n ? 2 : 1);
+    i64 count = segments ? 1 : NUM_WEIGHTS * (m->decode_group && total_rows == f->n ? 2 : 1);
+    void (*costs)(const model *, i64, double *, double *) = segments ? item_costs : block_costs;
     double heads = (double)m->num_kv_heads, head_pages = (double)(m->num_kv_heads * page);
     double weights[MAX_CANDIDATES];
     double level_ps = m->launch_us * (double)m->num_sms * 1e6 / (double)total_rows;
     double partial_ps = m->row_heads * m->merge_row_ns * (double)m->num_sms * 1e3;
     for (i64 k = 0; k < count; k++) weights[k] = rint(partial_ps + level_ps * m->level_weights[k % NUM_WEIGHTS]);
+    if (segments) weights[0] = m->segment_partial_ps;
 
     i64 *first = malloc((size_t)(nodes + 1) * sizeof(i64));
     double *tail = calloc((size_t)(nodes * 4), sizeof(double)); /* fixed and per page, for each of two kernels */
@@ -281,7 +316,7 @@ static i64 best_cuts(const model *m, const forest *f, const i64 *rows, const i64
         i64 v = f->tail_node[i];
         if (v < 0) continue;
         double own = (double)(context[i] - f->tail_begin[i] * page), block, token;
-        block_costs(m, rows[i], &block, &token);
+        costs(m, rows[i], &block, &token);
         tail[4 * v] += (block + token * own) * heads;
         tail[4 * v + 1] += token * head_pages;
         tail[4 * v + 2] += (m->decode_block_ps + m->decode_token_ps * own) * heads;
@@ -292,7 +327,7 @@ static i64 best_cuts(const model *m, const forest *f, const i64 *rows, const i64
         double *here = below + first[v], *up = depth ? below + first[f->parent[v]] : NULL;
         i64 node_rows = row_indptr[f->end[v]] - row_indptr[f->begin[v]];
         double fixed, per_token;
-        block_costs(m, node_rows, &fixed, &per_token);
+        costs(m, node_rows, &fixed, &per_token);
         fixed *= heads, per_token *= head_pages;
         for (i64 a = v, j = depth; j >= 0; j--, a = f->parent[a]) ancestor[j] = a;
         for (i64 k = 0; k < count; k++) here[(depth + 1) * count + k] += tail[4 * v + 2 * (k / NUM_WEIGHTS)];
@@ -358,44 +393,53 @@ i64 fic_rate(const model *m, const i64 *block, i64 n, i64 nodes, const i64 *requ
     }
     if (m->window_left >= 0) flat.hbm_tokens = min_of(unique, seen);
     result->flat_us = best_launch(m, &flat, &result->flat_backend);
-    if (!cascade || !nodes) {
+    if (!cascade || (!nodes && !m->rates_segments)) {
         free(scratch);
         return NOTHING_PAYS;
     }
 
-    i64 count = 1, cut_size = 2 * n + 3 * nodes + (nodes + 7) / 8;
-    uint8_t *masks = malloc((size_t)(MAX_CANDIDATES * nodes));
-    i64 *trial = malloc((size_t)cut_size * sizeof(i64));
+    i64 cut_size = 2 * n + 3 * nodes + (nodes + 7) / 8;
+    uint8_t *masks = malloc((size_t)(MAX_CANDIDATES * nodes) + 1);
+    i64 *trial = malloc((size_t)cut_size * sizeof(i64) + 1);
     if (!masks || !trial) { status = NO_MEMORY; goto done; }
-    if (m->fold && nodes > 1) {
-        count = best_cuts(m, &f, rows, row_indptr, context, masks);
-        if (count < 0) { status = NO_MEMORY; goto done; }
-    } else {
-        memset(masks, 1, (size_t)nodes);
-    }
-    i64 distinct = 0;
-    for (i64 k = 0; k < count; k++) {
-        const uint8_t *mask = masks + k * nodes;
-        int again = !memchr(mask, 1, (size_t)nodes);
-        for (i64 other = 0; other < distinct && !again; other++)
-            again = !memcmp(masks + other * nodes, mask, (size_t)nodes);
-        if (!again) memmove(masks + distinct++ * nodes, mask, (size_t)nodes);
-    }
-    if (!distinct && m->forced) memset(masks, 1, (size_t)nodes), distinct = 1;
-    for (i64 k = 0; k < distinct; k++) {
-        i64 *at = trial + 2 * n;
-        cut c = {(uint8_t *)(at + 3 * nodes), at, at + nodes, at + 2 * nodes, trial, trial + n, 0};
-        i64 backends[MAX_LEVELS];
-        memcpy(c.kept, masks + k * nodes, (size_t)nodes);
-        cut_at(&f, &c);
-        if (c.num_levels > m->max_levels) { status = TOO_DEEP; goto done; }
-        double us = levels_us(m, &f, &c, rows, row_indptr, context, unique, some_rows, tokens, node_at, backends);
-        if (status == FOUND && us >= result->us) continue;
-        status = FOUND;
-        result->us = us;
-        result->num_levels = c.num_levels;
-        memcpy(result->backends, backends, sizeof backends);
-        memcpy(out + 3 * n + 1, trial, (size_t)cut_size * sizeof(i64));
+    for (int segments = 0; segments < 2; segments++) {
+        if (!(segments ? m->rates_segments : m->rates_levels)) continue;
+        i64 count = 1, distinct = 0;
+        if (m->fold && nodes > 1) {
+            count = best_cuts(m, &f, rows, row_indptr, context, segments, masks);
+            if (count < 0) { status = NO_MEMORY; goto done; }
+        } else {
+            memset(masks, 1, (size_t)nodes);
+        }
+        for (i64 k = 0; k < count; k++) {
+            const uint8_t *mask = masks + k * nodes;
+            int again = !memchr(mask, 1, (size_t)nodes);
+            for (i64 other = 0; other < distinct && !again; other++)
+                again = !memcmp(masks + other * nodes, mask, (size_t)nodes);
+            if (!again) memmove(masks + distinct++ * nodes, mask, (size_t)nodes);
+        }
+        if (!distinct && (segments || (m->forced && nodes))) memset(masks, !segments, (size_t)nodes), distinct = 1;
+        for (i64 k = 0; k < distinct; k++) {
+            i64 *at = trial + 2 * n;
+            cut c = {(uint8_t *)(at + 3 * nodes), at, at + nodes, at + 2 * nodes, trial, trial + n, 0};
+            i64 backends[MAX_LEVELS];
+            memcpy(c.kept, masks + k * nodes, (size_t)nodes);
+            cut_at(&f, &c);
+            if (c.num_levels > m->max_levels) { status = TOO_DEEP; goto done; }
+            double us;
+            if (segments) {
+                us = segments_us(m, &f, &c, rows, row_indptr, context);
+                for (i64 level = 0; level < c.num_levels; level++) backends[level] = SEGMENTS;
+            } else {
+                us = levels_us(m, &f, &c, rows, row_indptr, context, unique, some_rows, tokens, node_at, backends);
+            }
+            if (status == FOUND && us >= result->us) continue;
+            status = FOUND;
+            result->us = us;
+            result->num_levels = c.num_levels;
+            memcpy(result->backends, backends, sizeof backends);
+            memcpy(out + 3 * n + 1, trial, (size_t)cut_size * sizeof(i64));
+        }
     }
 done:
     free(masks);

@@ -27,9 +27,10 @@ from flashinfer_cascade.fold import Cut, FoldCosts, no_cut
 from flashinfer_cascade.forest import PrefixForest
 from flashinfer_cascade.profile import DeviceProfile
 
-Backend = Literal["fa2", "fa2_uncut", "fa3", "decode"]
-"""A FlashInfer kernel. fa2: tensor cores, with KV cut; fa2_uncut: without. fa3: Hopper only, for wide
-groups. decode: CUDA cores, one row a group, best for short KV and small group sizes."""
+Backend = Literal["fa2", "fa2_uncut", "fa3", "decode", "segments"]
+"""A kernel. FlashInfer's: fa2: tensor cores, with KV cut; fa2_uncut: without. fa3: Hopper only, for wide
+groups. decode: CUDA cores, one row a group, best for short KV and small group sizes. segments: this library's own, for
+all levels of a part at once."""
 
 TILES = (16, 64, 128)
 """Query rows (times group size) that an fa2 block can take."""

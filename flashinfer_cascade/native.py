@@ -32,9 +32,10 @@ from flashinfer_cascade.cost import (
 from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.fold import Cut
 from flashinfer_cascade.forest import PrefixForest
+from flashinfer_cascade.segment_cost import NARROW_ROWS, SegmentCost
 
 SOURCE, LIBRARY = (Path(__file__).with_name(name) for name in ("core.c", "_core.so"))
-BACKENDS: tuple[Backend, ...] = ("fa2", "fa2_uncut", "fa3", "decode")
+BACKENDS: tuple[Backend, ...] = ("fa2", "fa2_uncut", "fa3", "decode", "segments")
 FLAT_BACKENDS = tuple((name,) for name in BACKENDS)
 MAX_LEVELS, MAX_PARTS = 64, 2
 HEAD = 5 + MAX_LEVELS
@@ -63,6 +64,8 @@ class Model(ctypes.Structure):
         *((name, _F64) for name in ("merge_row_ns", "row_heads", "decode_block_us", "decode_token_us")),
         *((name, _F64) for name in ("decode_launch_us", "decode_lone_block", "fa3_block_us", "fa3_token_us")),
         *((name, _F64) for name in ("decode_block_ps", "decode_token_ps")),
+        *((name, _F64) for name in ("segment_partial_ps", "segment_launch_us")),
+        *((name, _F64 * 2) for name in ("segment_item_ps", "segment_token_ps")),
         *((name, _F64 * len(TILES)) for name in ("block_us", "token_us", "lone_block", "block_ps", "token_ps")),
         ("level_weights", _F64 * len(LEVEL_WEIGHTS)),
         ("tiles", _I64 * len(TILES)),
@@ -70,7 +73,8 @@ class Model(ctypes.Structure):
         *((name, _I64) for name in ("num_sms", "num_qo_heads", "num_kv_heads", "group_size", "small_head")),
         *((name, _I64) for name in ("page_size", "window_left", "blocks_per_sm", "min_split_tokens", "fa3_min_rows")),
         *((name, _I64) for name in ("decode_blocks_per_sm", "has_fa3", "has_decode", "decode_group", "fold")),
-        *((name, _I64) for name in ("forced", "max_levels")),
+        *((name, _I64) for name in ("forced", "max_levels", "narrow_rows", "rows_per_tile")),
+        *((name, _I64) for name in ("rates_levels", "rates_segments")),
     )
 
 
@@ -123,7 +127,15 @@ def load_core() -> ctypes.PyDLL | None:
 class Rater:
     """Rates parts as `choose.Chooser` does in Python, apart from capacities and FlashInfer's own wrapper."""
 
-    def __init__(self, core: ctypes.PyDLL, cost: CostModel, policy: PlannerPolicy) -> None:
+    def __init__(
+        self,
+        core: ctypes.PyDLL,
+        cost: CostModel,
+        segments: SegmentCost,
+        policy: PlannerPolicy,
+        rates_levels: bool,
+        rates_segments: bool,
+    ) -> None:
         self._rate = core.fic_rate
         p, c = cost.profile, cost.config
         values: dict[str, Any] = {
@@ -156,6 +168,14 @@ class Rater:
             "fold": policy.fold,
             "forced": policy.executor != "auto",
             "max_levels": policy.max_levels,
+            "segment_partial_ps": segments.partial_ps,
+            "segment_launch_us": p.segment_launch_us,
+            "segment_item_ps": tuple(segments.item_ps),
+            "segment_token_ps": tuple(segments.token_ps),
+            "narrow_rows": NARROW_ROWS,
+            "rows_per_tile": segments.rows_per_tile,
+            "rates_levels": rates_levels,
+            "rates_segments": rates_segments,
         }
         assert values.keys() == {field[0] for field in Model._fields_}
         self._model = Model(**values)

@@ -19,7 +19,7 @@ from flashinfer_cascade.pages import INDEX_SLACK, PageView, gather_runs
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Executor = Literal["flat", "levels", "stock"]
+Executor = Literal["flat", "levels", "segments", "stock"]
 PartName = Literal["decode", "append"]
 
 

@@ -49,6 +49,16 @@ class DeviceProfile(BaseModel):
     decode_lone_block: _Positive = Field(default=1.8, description="lone_block of decode")
     merge_us: _Time = Field(default=2.5, description="fixed time of merging all levels")
     merge_row_ns: _Time = Field(default=0.09, description="and per row, query head and level at head_dim 128")
+    segment_item_ns: tuple[_Positive, _Positive] = Field(
+        default=(190, 2000), description="SM time of a narrow and of a wide tile of the segments executor, apart from KV"
+    )
+    segment_token_ns: tuple[_Positive, _Positive] = Field(
+        default=(15.3, 10.2), description="and per token and KV head, at head_dim 128 and 16-bit KV"
+    )
+    segment_partial_ns: _Time = Field(
+        default=75, description="SM time of a partial result, per row and KV head of 4 query heads at head_dim 128"
+    )
+    segment_launch_us: _Time = Field(default=4.0, description="fixed time of the segments executor")
 
 
 # The H200's constants are fitted. The others keep its per-tile constants and take their rates from datasheets,

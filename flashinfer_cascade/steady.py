@@ -12,7 +12,7 @@ from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.layout import Choice
-from flashinfer_cascade.native import Status
+from flashinfer_cascade.native import Rated, Status
 from flashinfer_cascade.native_session import Grower, State
 from flashinfer_cascade.pages import PagePool
 from flashinfer_cascade.plan import CascadePlan, PlanPart
@@ -137,7 +137,10 @@ class Steady:
             if status not in (Status.FOUND, Status.NOTHING_PAYS):
                 return None
             flat_us, us, self._choice_left = grower.predicted()
-            executor, reason, predicted = self._chooser.conclude(self._why_flat, status, flat_us, us)
+            rated = Rated(status, self._choice_left, flat_us, (), us, self._choice.backends)
+            executor, reason, predicted = self._chooser.conclude(
+                self._why_flat, rated, self._choice.forest.num_nodes > 0
+            )
             if executor != parts[0].executor:
                 return None
             parts = (parts[0].told_again(reason, predicted),)

@@ -1,0 +1,443 @@
+"""Attention over segments: two kernels that read what `lower.lower` lays out, whatever the tree looks like.
+
+Query rows are read through their plan rows, so that nothing is gathered before; query heads of one KV head are packed
+into the rows of a tile. A row with one piece goes straight to ``out``, the others leave partial results for
+`combine`.
+
+Kernels follow each other with programmatic dependent launch: one may begin while the one before still runs, since no
+two write to one place. Each block, idle ones included, waits for that kernel before it ends, so that whoever waits for
+the last kernel has waited for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FIELDS = tl.constexpr(8)
+"""Numbers of an item: `lower.Lowered` says which."""
+
+
+@triton.jit
+def _attend(
+    q, k, v, acc, highest, total, scale, soft_cap, seen, masked: tl.constexpr, causal: tl.constexpr, capped: tl.constexpr
+):
+    """One tile of KV: online softmax in base 2. `seen` is [1 or rows, tokens]."""
+    logits = tl.dot(q, tl.trans(k.to(q.dtype)))
+    if capped:
+        # cap * tanh(x / cap), of which scale / cap is passed as scale
+        logits = soft_cap * (1.0 - 2.0 / (tl.exp2(logits * (scale * 2.0 * LOG2E)) + 1.0)) * LOG2E
+        step = 1.0
+    else:
+        step = scale
+    if masked:
+        logits = tl.where(seen, logits, float("-inf"))
+    new = tl.maximum(highest, tl.max(logits, 1) * step)
+    base = new
+    if causal:  # a row that has seen nothing yet
+        base = tl.where(new > float("-inf"), new, 0.0)
+    weights = tl.exp2(logits * step - base[:, None])
+    old = tl.exp2(highest - base)
+    total = total * old + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * old[:, None])
+    return acc, new, total
+
+
+@triton.jit
+def _finish(
+    acc,
+    highest,
+    total,
+    rows,
+    heads,
+    real,
+    first_row,
+    slot,
+    partial_indptr,
+    row_map,
+    partials,
+    partial_lse,
+    out,
+    lse,
+    sinks,
+    v_scale,
+    out_row_stride,
+    out_head_stride,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    causal: tl.constexpr,
+    has_row_map: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+):
+    """Write what an item's rows came to. Its rows have equally many pieces."""
+    dims = tl.arange(0, head_dim)
+    piece_lse = highest + tl.log2(total)
+    scale = 1.0 / total
+    if causal:
+        piece_lse = tl.where(total > 0, piece_lse, float("-inf"))
+        scale = tl.where(total > 0, scale, 0.0)
+    begin = tl.load(partial_indptr + first_row)
+    if tl.load(partial_indptr + first_row + 1) - begin == 1:
+        target = rows
+        if has_row_map:
+            target = tl.load(row_map + rows, mask=real, other=0)
+        scale = scale * v_scale
+        if has_sinks:
+            sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2E
+            new = tl.maximum(piece_lse, sink)
+            new = tl.where(new > float("-inf"), new, 0.0)
+            weight = tl.exp2(piece_lse - new)
+            denominator = weight + tl.exp2(sink - new)
+            scale = tl.where(denominator > 0, scale * weight / denominator, 0.0)
+            piece_lse = new + tl.log2(denominator)
+        at = (target.to(tl.int64) * out_row_stride + heads * out_head_stride)[:, None] + dims[None, :]
+        tl.store(out + at, (acc * scale[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+        if has_lse:
+            tl.store(lse + target * num_heads + heads, piece_lse, mask=real)
+    else:
+        at = (tl.load(partial_indptr + rows, mask=real, other=0) + slot).to(tl.int64) * num_heads + heads
+        value = (acc * scale[:, None]).to(partials.dtype.element_ty)
+        tl.store(partials + at[:, None] * head_dim + dims[None, :], value, mask=real[:, None])
+        tl.store(partial_lse + at, piece_lse, mask=real)
+
+
+# What changes from batch to batch, or from layer to layer, must not be specialised on.
+_UNSPECIALISED: dict[str, Any] = {
+    "do_not_specialize": ["scale", "soft_cap", "v_scale"],
+    "do_not_specialize_on_alignment": ["items", "count", "runs", "pages", "row_map", "row_pos", "partial_indptr"],
+}
+
+
+@triton.jit(**_UNSPECIALISED)
+def _block_kernel(
+    q,
+    k_cache,
+    v_cache,
+    items,
+    count,
+    pages,
+    row_map,
+    row_pos,
+    partial_indptr,
+    partials,
+    partial_lse,
+    out,
+    lse,
+    sinks,
+    scale,
+    soft_cap,
+    v_scale,
+    q_row_stride,
+    q_head_stride,
+    out_row_stride,
+    out_head_stride,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    page_stride: tl.constexpr,
+    token_stride: tl.constexpr,
+    head_stride: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    stages: tl.constexpr,
+    causal: tl.constexpr,
+    capped: tl.constexpr,
+    has_row_map: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+    waits: tl.constexpr,
+    triggers: tl.constexpr,
+):
+    """Blocks of many rows: each item is a tile of rows over a run of KV."""
+    group: tl.constexpr = num_heads // num_kv_heads
+    if triggers:
+        gdc_launch_dependents()
+    head = tl.program_id(0) % num_kv_heads
+    k_head = k_cache + head * head_stride
+    v_head = v_cache + head * head_stride
+    packed = tl.arange(0, tile_rows)
+    heads = head * group + packed % group
+    tokens = tl.arange(0, tile_tokens)
+    dims = tl.arange(0, head_dim)
+    for number in tl.range(
+        tl.program_id(0) // num_kv_heads, tl.load(count), tl.num_programs(0) // num_kv_heads, num_stages=1
+    ):
+        item = items + number * FIELDS
+        first_row = tl.load(item)
+        num_rows = tl.load(item + 1)
+        first_page = pages + tl.load(item + 2)
+        begin = tl.load(item + 3)
+        end = tl.load(item + 4)
+        full_end = begin + (tl.load(item + 5) - begin) // tile_tokens * tile_tokens
+        rows = first_row + packed // group
+        real = packed < num_rows * group
+        q_row = rows
+        if has_row_map:
+            q_row = tl.load(row_map + rows, mask=real, other=0)
+        at = (q_row.to(tl.int64) * q_row_stride + heads * q_head_stride)[:, None] + dims[None, :]
+        queries = tl.load(q + at, mask=real[:, None], other=0.0)
+        acc = tl.zeros([tile_rows, head_dim], tl.float32)
+        highest = tl.full([tile_rows], float("-inf"), tl.float32)
+        total = tl.zeros([tile_rows], tl.float32)
+        if causal:
+            visible = tl.load(row_pos + rows, mask=real, other=-1) + 1 - tl.load(item + 7)
+        # Page ids are read a tile ahead: behind the last one lie numbers that are not used.
+        page = tl.load(first_page + (begin + tokens) // page_size)
+        for at_token in tl.range(begin, full_end, tile_tokens, num_stages=stages):
+            offset = page.to(tl.int64) * page_stride + (at_token + tokens) % page_size * token_stride
+            where = offset[:, None] + dims[None, :]
+            k = tl.load(k_head + where)
+            v = tl.load(v_head + where)
+            acc, highest, total = _attend(
+                queries, k, v, acc, highest, total, scale, soft_cap, None, False, causal, capped
+            )
+            page = tl.load(first_page + (at_token + tile_tokens + tokens) // page_size)
+        for at_token in tl.range(full_end, end, tile_tokens, num_stages=1):
+            token = at_token + tokens
+            inside = token < end
+            page = tl.load(first_page + token // page_size, mask=inside, other=0)
+            offset = page.to(tl.int64) * page_stride + token % page_size * token_stride
+            where = offset[:, None] + dims[None, :]
+            k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
+            v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
+            seen = inside[None, :]
+            if causal:
+                seen = seen & (token[None, :] < visible[:, None])
+            acc, highest, total = _attend(queries, k, v, acc, highest, total, scale, soft_cap, seen, True, causal, capped)
+        _finish(
+            acc,
+            highest,
+            total,
+            rows,
+            heads,
+            real,
+            first_row,
+            tl.load(item + 6),
+            partial_indptr,
+            row_map,
+            partials,
+            partial_lse,
+            out,
+            lse,
+            sinks,
+            v_scale,
+            out_row_stride,
+            out_head_stride,
+            num_heads,
+            head_dim,
+            causal,
+            has_row_map,
+            has_sinks,
+            has_lse,
+        )
+    if waits:
+        gdc_wait()
+
+
+@triton.jit(**_UNSPECIALISED)
+def _stream_kernel(
+    q,
+    k_cache,
+    v_cache,
+    items,
+    runs,
+    pages,
+    row_map,
+    row_pos,
+    partial_indptr,
+    partials,
+    partial_lse,
+    out,
+    lse,
+    sinks,
+    scale,
+    soft_cap,
+    v_scale,
+    q_row_stride,
+    q_head_stride,
+    out_row_stride,
+    out_head_stride,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    page_stride: tl.constexpr,
+    token_stride: tl.constexpr,
+    head_stride: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    stages: tl.constexpr,
+    causal: tl.constexpr,
+    capped: tl.constexpr,
+    has_row_map: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+    waits: tl.constexpr,
+    triggers: tl.constexpr,
+):
+    """Items of few rows: their tiles of KV form one stream, cut into runs of equal length, one a block."""
+    group: tl.constexpr = num_heads // num_kv_heads
+    if triggers:
+        gdc_launch_dependents()
+    head = tl.program_id(0) % num_kv_heads
+    run_number = tl.program_id(0) // num_kv_heads
+    run = runs + run_number * 4
+    num_tiles = tl.load(run + 2)
+    if num_tiles > 0:
+        item = items + tl.load(run) * FIELDS
+        token = tl.load(run + 1) * tile_tokens
+        k_head = k_cache + head * head_stride
+        v_head = v_cache + head * head_stride
+        packed = tl.arange(0, tile_rows)
+        heads = head * group + packed % group
+        tokens = tl.arange(0, tile_tokens)
+        dims = tl.arange(0, head_dim)
+        acc = tl.zeros([tile_rows, head_dim], tl.float32)
+        highest = tl.full([tile_rows], float("-inf"), tl.float32)
+        total = tl.zeros([tile_rows], tl.float32)
+        first_row = tl.load(item)
+        num_rows = tl.load(item + 1)
+        num_tokens = tl.load(item + 3)
+        slot = tl.load(item + 6)
+        kv_start = tl.load(item + 7)
+        page = tl.load(pages + tl.load(item + 2) + (token + tokens) // page_size)
+        for index in tl.range(0, num_tiles, num_stages=stages):
+            # The tile behind this one: of this item, or the first of the next. The list ends with an item of zeros.
+            ends = token + tile_tokens >= num_tokens
+            next_item = item + tl.where(ends, FIELDS, 0)
+            next_token = tl.where(ends, 0, token + tile_tokens)
+            next_page = tl.load(pages + tl.load(next_item + 2) + (next_token + tokens) // page_size)
+
+            rows = first_row + packed // group
+            real = packed < num_rows * group
+            q_row = rows
+            if has_row_map:
+                q_row = tl.load(row_map + rows, mask=real, other=0)
+            at = (q_row.to(tl.int64) * q_row_stride + heads * q_head_stride)[:, None] + dims[None, :]
+            queries = tl.load(q + at, mask=real[:, None], other=0.0)
+            inside = token + tokens < num_tokens
+            offset = page.to(tl.int64) * page_stride + (token + tokens) % page_size * token_stride
+            where = offset[:, None] + dims[None, :]
+            k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
+            v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
+            seen = inside[None, :]
+            if causal:
+                visible = tl.load(row_pos + rows, mask=real, other=-1) + 1 - kv_start
+                seen = seen & ((token + tokens)[None, :] < visible[:, None])
+            acc, highest, total = _attend(queries, k, v, acc, highest, total, scale, soft_cap, seen, True, causal, capped)
+            if ends | (index == num_tiles - 1):
+                _finish(
+                    acc,
+                    highest,
+                    total,
+                    rows,
+                    heads,
+                    real,
+                    first_row,
+                    slot + run_number,
+                    partial_indptr,
+                    row_map,
+                    partials,
+                    partial_lse,
+                    out,
+                    lse,
+                    sinks,
+                    v_scale,
+                    out_row_stride,
+                    out_head_stride,
+                    num_heads,
+                    head_dim,
+                    causal,
+                    has_row_map,
+                    has_sinks,
+                    has_lse,
+                )
+            # A new item begins with nothing, not even with the NaN that the one before may have come to.
+            highest = tl.where(ends, float("-inf"), highest)
+            total = tl.where(ends, 0.0, total)
+            acc = tl.where(ends, 0.0, acc)
+            item = next_item
+            token = next_token
+            page = next_page
+            first_row = tl.load(item)
+            num_rows = tl.load(item + 1)
+            num_tokens = tl.load(item + 3)
+            slot = tl.load(item + 6)
+            kv_start = tl.load(item + 7)
+    if waits:
+        gdc_wait()
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_map", "partial_indptr", "sinks", "lse"], do_not_specialize=["v_scale"])
+def _combine_kernel(
+    partials,
+    partial_lse,
+    partial_indptr,
+    row_map,
+    sinks,
+    out,
+    lse,
+    v_scale,
+    out_row_stride,
+    out_head_stride,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    heads_per_program: tl.constexpr,
+    pieces_at_once: tl.constexpr,
+    has_row_map: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+    waits: tl.constexpr,
+):
+    """All pieces of one row and some of its heads."""
+    row = tl.program_id(0)
+    begin = tl.load(partial_indptr + row)
+    count = tl.load(partial_indptr + row + 1) - begin
+    heads = tl.program_id(1) * heads_per_program + tl.arange(0, heads_per_program)
+    dims = tl.arange(0, head_dim)
+    real = heads < num_heads
+    if waits:
+        gdc_wait()
+    if count != 1:
+        pieces = tl.arange(0, pieces_at_once)
+        highest = tl.full([heads_per_program], float("-inf"), tl.float32)
+        total = tl.zeros([heads_per_program], tl.float32)
+        acc = tl.zeros([heads_per_program, head_dim], tl.float32)
+        for first in tl.range(0, count, pieces_at_once):
+            at = (begin + first + pieces).to(tl.int64)[:, None] * num_heads + heads[None, :]
+            there = (first + pieces < count)[:, None] & real[None, :]
+            here = tl.load(partial_lse + at, mask=there, other=float("-inf"))
+            value = tl.load(
+                partials + at[:, :, None] * head_dim + dims[None, None, :], mask=there[:, :, None], other=0.0
+            ).to(tl.float32)
+            new = tl.maximum(highest, tl.max(here, 0))
+            base = tl.where(new > float("-inf"), new, 0.0)
+            weight = tl.exp2(here - base[None, :])
+            old = tl.exp2(highest - base)
+            acc = acc * old[:, None] + tl.sum(value * weight[:, :, None], 0)
+            total = total * old + tl.sum(weight, 0)
+            highest = new
+        base = tl.where(highest > float("-inf"), highest, 0.0)
+        if has_sinks:
+            # A sink is a logit without a value: it adds to the denominator alone.
+            sink = tl.load(sinks + heads, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
+            new = tl.maximum(highest, sink)
+            base = tl.where(new > float("-inf"), new, 0.0)
+            old = tl.exp2(highest - base)
+            acc = acc * old[:, None]
+            total = total * old + tl.exp2(sink - base)
+        scale = tl.where(total > 0, v_scale / tl.where(total > 0, total, 1.0), 0.0)
+        target = row
+        if has_row_map:
+            target = tl.load(row_map + row)
+        at_out = target.to(tl.int64) * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
+        tl.store(out + at_out, (acc * scale[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+        if has_lse:
+            tl.store(lse + target * num_heads + heads, base + tl.log2(total), mask=real)

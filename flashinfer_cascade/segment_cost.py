@@ -1,0 +1,76 @@
+"""Predicted GPU time of the segments executor.
+
+Its kernels keep every SM busy with blocks of one tile, whatever the tree, so that a part takes the sum of its segments'
+SM time, spread over the SMs; then what its partial results cost, and a fixed time for its launches.
+
+Source: the kernels' own measured times; docs/cost_model.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashinfer_cascade.config import DTYPE_BYTES, CascadeConfig
+from flashinfer_cascade.cost import PartShape
+from flashinfer_cascade.csr import Int64Array
+from flashinfer_cascade.fold import Cut, FoldCosts
+from flashinfer_cascade.profile import DeviceProfile
+
+NARROW_ROWS, WIDE_ROWS = 16, 64
+"""Packed query rows of the tiles that the time of a segment is reckoned in."""
+
+MAX_GROUP_SIZE = 16
+"""Query heads of a KV head that fit the narrow tile."""
+
+
+class SegmentCost:
+    """Predicts microseconds a layer for one configuration on one device."""
+
+    def __init__(self, config: CascadeConfig, profile: DeviceProfile) -> None:
+        self.config, self.profile = config, profile
+        p = profile
+        self.runs = config.group_size <= MAX_GROUP_SIZE and config.window_left < 0
+        wide = config.head_dim / 128
+        # Bytes of one token and KV head against those of 128 numbers of 16 bits: narrow tiles wait for memory.
+        narrow = wide * DTYPE_BYTES[config.kv_dtype] / 2
+        self.item_ps = np.rint(np.array(p.segment_item_ns) * 1e3)
+        self.token_ps = np.rint(np.array(p.segment_token_ns) * (narrow, wide) * 1e3)
+        self.partial_ps = round(p.segment_partial_ns * config.num_kv_heads * wide * config.group_size / 4 * 1e3)
+        self.rows_per_tile = WIDE_ROWS // config.group_size if self.runs else 1
+
+    def _item_costs(self, rows: Int64Array) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Picoseconds on one SM of a segment over all KV heads: fixed, and per token."""
+        is_wide = (rows * self.config.group_size > NARROW_ROWS).astype(np.int64)
+        tiles = np.where(is_wide, -(-rows // self.rows_per_tile), 1) * self.config.num_kv_heads
+        return tiles * self.item_ps[is_wide], tiles * self.token_ps[is_wide]
+
+    def fold_costs(self, shape: PartShape) -> FoldCosts:
+        """What the segments over a part's forest cost, each on its own; one candidate."""
+        forest, page = shape.forest, self.config.page_size
+        fixed, per_token = self._item_costs(shape.node_rows)
+        own = shape.context - forest.tail_begin * page
+        inside = forest.tail_node >= 0
+        node = forest.tail_node[inside]
+        tail_fixed, tail_token = self._item_costs(shape.rows)
+        return FoldCosts(
+            node_fixed=fixed,
+            node_per_page=per_token * page,
+            tail_fixed=np.bincount(node, (tail_fixed + tail_token * own)[inside], forest.num_nodes)[None],
+            tail_per_page=np.bincount(node, (tail_token * page)[inside], forest.num_nodes)[None],
+            partial=(float(self.partial_ps) * shape.node_rows)[None],
+        )
+
+    def predict(self, shape: PartShape, cut: Cut) -> float:
+        """Microseconds of a cut, which may keep no node."""
+        forest, page, p = shape.forest, self.config.page_size, self.profile
+        kept = cut.kept.nonzero()[0]
+        tokens = (forest.page_begin[kept] + forest.num_pages[kept] - cut.node_start[kept]) * page
+        fixed, per_token = self._item_costs(shape.node_rows[kept])
+        own_fixed, own_token = self._item_costs(shape.rows)
+        own = shape.seen(shape.context - cut.tail_start * page)
+        work = int(fixed.sum() + per_token @ tokens) + int(own_fixed.sum() + own_token @ own)
+        partials = int(shape.node_rows[kept].sum()) + int(shape.row_indptr[-1]) if len(kept) else 0
+        return (work + partials * self.partial_ps) * 1e-6 / p.num_sms + p.segment_launch_us
