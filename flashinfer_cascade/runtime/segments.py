@@ -81,7 +81,7 @@ class SegmentKernels:
             (arrays.narrow, arrays.narrow_runs, narrow, tiling.narrow_rows),
         ):
             if items is not None:
-                options = {"tile_rows": rows, "tile_tokens": tiling.stream_tokens, "stages": 2, "num_warps": 2}
+                options = {"opaque": not self._interpreted, "tile_rows": rows, "tile_tokens": tiling.stream_tokens, "stages": 2, "num_warps": 2}
                 if rows == tiling.narrow_rows:
                     options["maxnreg"] = 128
                 launches.append((_stream_kernel, (len(runs) * heads,), arguments | options))

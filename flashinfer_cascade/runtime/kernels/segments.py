@@ -24,6 +24,16 @@ FIELDS = tl.constexpr(8)
 
 
 @triton.jit
+def _peek(pointers, opaque: tl.constexpr):
+    """Load int32 within a pipelined loop, out of sight of the compiler's pipelining of loads."""
+    if opaque:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return tl.load(pointers)
+
+
+@triton.jit
 def _attend(
     q, k, v, acc, highest, total, scale, soft_cap, seen, masked: tl.constexpr, causal: tl.constexpr, capped: tl.constexpr
 ):
@@ -96,15 +106,15 @@ def _finish(
             denominator = weight + tl.exp2(sink - new)
             scale = tl.where(denominator > 0, scale * weight / denominator, 0.0)
             piece_lse = new + tl.log2(denominator)
-        at = (target.to(tl.int64) * out_row_stride + heads * out_head_stride)[:, None] + dims[None, :]
-        tl.store(out + at, (acc * scale[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+        at_out = (target.to(tl.int64) * out_row_stride + heads * out_head_stride)[:, None] + dims[None, :]
+        tl.store(out + at_out, (acc * scale[:, None]).to(out.dtype.element_ty), mask=real[:, None])
         if has_lse:
             tl.store(lse + target * num_heads + heads, piece_lse, mask=real)
     else:
-        at = (tl.load(partial_indptr + rows, mask=real, other=0) + slot).to(tl.int64) * num_heads + heads
+        piece = (tl.load(partial_indptr + rows, mask=real, other=0) + slot).to(tl.int64) * num_heads + heads
         value = (acc * scale[:, None]).to(partials.dtype.element_ty)
-        tl.store(partials + at[:, None] * head_dim + dims[None, :], value, mask=real[:, None])
-        tl.store(partial_lse + at, piece_lse, mask=real)
+        tl.store(partials + piece[:, None] * head_dim + dims[None, :], value, mask=real[:, None])
+        tl.store(partial_lse + piece, piece_lse, mask=real)
 
 
 # What changes from batch to batch, or from layer to layer, must not be specialised on.
@@ -274,6 +284,7 @@ def _stream_kernel(
     tile_rows: tl.constexpr,
     tile_tokens: tl.constexpr,
     stages: tl.constexpr,
+    opaque: tl.constexpr,
     causal: tl.constexpr,
     capped: tl.constexpr,
     has_row_map: tl.constexpr,
@@ -309,12 +320,6 @@ def _stream_kernel(
         kv_start = tl.load(item + 7)
         page = tl.load(pages + tl.load(item + 2) + (token + tokens) // page_size)
         for index in tl.range(0, num_tiles, num_stages=stages):
-            # The tile behind this one: of this item, or the first of the next. The list ends with an item of zeros.
-            ends = token + tile_tokens >= num_tokens
-            next_item = item + tl.where(ends, FIELDS, 0)
-            next_token = tl.where(ends, 0, token + tile_tokens)
-            next_page = tl.load(pages + tl.load(next_item + 2) + (next_token + tokens) // page_size)
-
             rows = first_row + packed // group
             real = packed < num_rows * group
             q_row = rows
@@ -332,6 +337,7 @@ def _stream_kernel(
                 visible = tl.load(row_pos + rows, mask=real, other=-1) + 1 - kv_start
                 seen = seen & ((token + tokens)[None, :] < visible[:, None])
             acc, highest, total = _attend(queries, k, v, acc, highest, total, scale, soft_cap, seen, True, causal, capped)
+            ends = token + tile_tokens >= num_tokens
             if ends | (index == num_tiles - 1):
                 _finish(
                     acc,
@@ -363,14 +369,15 @@ def _stream_kernel(
             highest = tl.where(ends, float("-inf"), highest)
             total = tl.where(ends, 0.0, total)
             acc = tl.where(ends, 0.0, acc)
-            item = next_item
-            token = next_token
-            page = next_page
-            first_row = tl.load(item)
-            num_rows = tl.load(item + 1)
-            num_tokens = tl.load(item + 3)
-            slot = tl.load(item + 6)
-            kv_start = tl.load(item + 7)
+            # The next tile: of this item, or the first of the next. The list ends with an item of zeros.
+            item += tl.where(ends, FIELDS, 0)
+            token = tl.where(ends, 0, token + tile_tokens)
+            page = _peek(pages + _peek(item + 2, opaque) + (token + tokens) // page_size, opaque)
+            first_row = _peek(item, opaque)
+            num_rows = _peek(item + 1, opaque)
+            num_tokens = _peek(item + 3, opaque)
+            slot = _peek(item + 6, opaque)
+            kv_start = _peek(item + 7, opaque)
     if waits:
         gdc_wait()
 
