@@ -20,7 +20,7 @@ from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 
-FIELDS, RUN_FIELDS = 8, 4
+FIELDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ class Lowered:
     Attributes:
         wide: [num_wide, FIELDS], the longest first.
         short: [num_short + 1, FIELDS], in the order of the stream; ends with zeros.
-        short_runs: [num_runs, RUN_FIELDS]: first item, first tile of it, number of tiles, nothing.
+        short_runs: [num_runs, FIELDS]: of the run's first item, what an item has to begin with; then its number, how many
+            tiles the run has, and where in the item's KV it begins.
         narrow, narrow_runs: likewise.
         partial_indptr: [num_rows + 1].
     """
@@ -236,7 +237,7 @@ class _Stream:
         num_items, num_tiles = len(tiles), int(tiles.sum())
         num_runs = tiling.num_runs(blocks_per_sm, config.num_kv_heads)
         self._order = np.arange(num_items)
-        self.runs = np.zeros((num_runs, RUN_FIELDS), np.int32)
+        self.runs = np.zeros((num_runs, FIELDS), np.int32)
         self.pieces = np.ones(num_items, np.int64)
         self._first_run = np.zeros(num_items, np.int64)
         if not num_items:
@@ -244,12 +245,12 @@ class _Stream:
         whole = _deal(tiles, num_runs)
         longest = int(np.bincount(whole, tiles, num_runs).max())
         ideal = -(-num_tiles // num_runs)
-        if not may_cut or longest <= max(ideal + 4, ideal * 5 // 4):
+        if not may_cut or longest <= max(ideal + 1, ideal * 5 // 4):
             self._order = np.argsort(whole, kind="stable")
             of_run = np.bincount(whole, minlength=num_runs)
             first = indptr(of_run)[:-1]
-            self.runs[:, 0] = np.minimum(first, num_items)
-            self.runs[:, 2] = np.bincount(whole, tiles, num_runs)
+            self.runs[:, 3] = np.minimum(first, num_items)
+            self.runs[:, 4] = np.bincount(whole, tiles, num_runs)
             self._first_run = whole
             return
         ends = tiles.cumsum()
@@ -257,9 +258,9 @@ class _Stream:
         cuts = np.minimum(np.arange(num_runs + 1), used) * num_tiles // used
         first = np.searchsorted(ends, cuts[:-1], side="right")
         first = np.minimum(first, num_items - 1)
-        self.runs[:, 0] = first
-        self.runs[:, 1] = cuts[:-1] - (ends[first] - tiles[first])
-        self.runs[:, 2] = cuts[1:] - cuts[:-1]
+        self.runs[:, 3] = first
+        self.runs[:, 4] = cuts[1:] - cuts[:-1]
+        self.runs[:, 5] = (cuts[:-1] - (ends[first] - tiles[first])) * tiling.stream_tokens
         begins = ends - tiles
         first_run = np.searchsorted(cuts[:used], begins, side="right") - 1
         last_run = np.searchsorted(cuts[: used + 1], ends, side="left") - 1
@@ -285,6 +286,7 @@ class _Stream:
         items[:-1, 3] = kv_len[segs]
         items[:-1, 6] = above[segs] - self._first_run[self._order]
         items[:-1, 7] = kv_start[segs]
+        self.runs[:, :3] = items[self.runs[:, 3], :3]
         return items
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from flashinfer_cascade.config import DTYPE_BYTES, CascadeConfig
-from flashinfer_cascade.lower import FIELDS, RUN_FIELDS, Lowered, Tiling
+from flashinfer_cascade.lower import FIELDS, Lowered, Tiling
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.kernels.segments import LOG2E, _block_kernel, _combine_kernel, _stream_kernel
 
@@ -74,7 +74,7 @@ class SegmentKernels:
         launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
         wide, short, narrow = self._arguments(call, arrays, partials)
         if arrays.wide is not None and wide_blocks:
-            options = {"tile_rows": tiling.wide_rows, "tile_tokens": tiling.wide_tokens, "stages": 3, "num_warps": 4}
+            options = {"tile_rows": tiling.wide_rows, "tile_tokens": tiling.wide_tokens, "stages": 3, "num_warps": tiling.wide_rows // 16}
             launches.append((_block_kernel, (wide_blocks * heads,), wide | options))
         for items, runs, arguments, rows in (
             (arrays.short, arrays.short_runs, short, tiling.short_rows),
@@ -88,11 +88,12 @@ class SegmentKernels:
         if combines:
             launches.append(self._combine(call, arrays, partials, num_rows))
         for number, (kernel, grid, arguments) in enumerate(launches):
-            follows, last = number > 0 and not self._interpreted, number == len(launches) - 1
-            arguments["waits"] = follows
+            dependent = not self._interpreted
+            arguments["waits"] = dependent
+            arguments["triggers"] = dependent
             if kernel is not _combine_kernel:
-                arguments["triggers"] = not last and not self._interpreted
-            if follows:
+                arguments["first"] = dependent and number == 0
+            if dependent:
                 arguments["launch_pdl"] = True
             if self._interpreted:
                 arguments.pop("maxnreg", None)

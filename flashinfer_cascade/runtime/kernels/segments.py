@@ -162,6 +162,7 @@ def _block_kernel(
     has_row_map: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    first: tl.constexpr,
     waits: tl.constexpr,
     triggers: tl.constexpr,
 ):
@@ -169,16 +170,11 @@ def _block_kernel(
     group: tl.constexpr = num_heads // num_kv_heads
     if triggers:
         gdc_launch_dependents()
+    if first:
+        gdc_wait()
+    number = tl.program_id(0) // num_kv_heads
     head = tl.program_id(0) % num_kv_heads
-    k_head = k_cache + head * head_stride
-    v_head = v_cache + head * head_stride
-    packed = tl.arange(0, tile_rows)
-    heads = head * group + packed % group
-    tokens = tl.arange(0, tile_tokens)
-    dims = tl.arange(0, head_dim)
-    for number in tl.range(
-        tl.program_id(0) // num_kv_heads, tl.load(count), tl.num_programs(0) // num_kv_heads, num_stages=1
-    ):
+    if number < tl.load(count):
         item = items + number * FIELDS
         first_row = tl.load(item)
         num_rows = tl.load(item + 1)
@@ -186,6 +182,12 @@ def _block_kernel(
         begin = tl.load(item + 3)
         end = tl.load(item + 4)
         full_end = begin + (tl.load(item + 5) - begin) // tile_tokens * tile_tokens
+        k_head = k_cache + head * head_stride
+        v_head = v_cache + head * head_stride
+        packed = tl.arange(0, tile_rows)
+        heads = head * group + packed % group
+        tokens = tl.arange(0, tile_tokens)
+        dims = tl.arange(0, head_dim)
         rows = first_row + packed // group
         real = packed < num_rows * group
         q_row = rows
@@ -201,8 +203,11 @@ def _block_kernel(
         # Page ids are read a tile ahead: behind the last one lie numbers that are not used.
         page = tl.load(first_page + (begin + tokens) // page_size)
         for at_token in tl.range(begin, full_end, tile_tokens, num_stages=stages):
-            offset = page.to(tl.int64) * page_stride + (at_token + tokens) % page_size * token_stride
-            where = offset[:, None] + dims[None, :]
+            if tile_tokens % page_size == 0:  # tiles begin where pages do
+                in_page = tokens % page_size
+            else:
+                in_page = (at_token + tokens) % page_size
+            where = (page.to(tl.int64) * page_stride + in_page * token_stride)[:, None] + dims[None, :]
             k = tl.load(k_head + where)
             v = tl.load(v_head + where)
             acc, highest, total = _attend(
@@ -290,6 +295,7 @@ def _stream_kernel(
     has_row_map: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    first: tl.constexpr,
     waits: tl.constexpr,
     triggers: tl.constexpr,
 ):
@@ -297,13 +303,15 @@ def _stream_kernel(
     group: tl.constexpr = num_heads // num_kv_heads
     if triggers:
         gdc_launch_dependents()
+    if first:
+        gdc_wait()
     head = tl.program_id(0) % num_kv_heads
     run_number = tl.program_id(0) // num_kv_heads
-    run = runs + run_number * 4
-    num_tiles = tl.load(run + 2)
+    run = runs + run_number * FIELDS
+    num_tiles = tl.load(run + 4)
     if num_tiles > 0:
-        item = items + tl.load(run) * FIELDS
-        token = tl.load(run + 1) * tile_tokens
+        token = tl.load(run + 5)
+        item = items + tl.load(run + 3) * FIELDS
         k_head = k_cache + head * head_stride
         v_head = v_cache + head * head_stride
         packed = tl.arange(0, tile_rows)
@@ -313,12 +321,12 @@ def _stream_kernel(
         acc = tl.zeros([tile_rows, head_dim], tl.float32)
         highest = tl.full([tile_rows], float("-inf"), tl.float32)
         total = tl.zeros([tile_rows], tl.float32)
-        first_row = tl.load(item)
-        num_rows = tl.load(item + 1)
+        first_row = tl.load(run)
+        num_rows = tl.load(run + 1)
+        page = tl.load(pages + tl.load(run + 2) + (token + tokens) // page_size)
         num_tokens = tl.load(item + 3)
         slot = tl.load(item + 6)
         kv_start = tl.load(item + 7)
-        page = tl.load(pages + tl.load(item + 2) + (token + tokens) // page_size)
         for index in tl.range(0, num_tiles, num_stages=stages):
             rows = first_row + packed // group
             real = packed < num_rows * group
@@ -402,8 +410,11 @@ def _combine_kernel(
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
     waits: tl.constexpr,
+    triggers: tl.constexpr,
 ):
     """All pieces of one row and some of its heads."""
+    if triggers:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     begin = tl.load(partial_indptr + row)
     count = tl.load(partial_indptr + row + 1) - begin
