@@ -122,9 +122,7 @@ class Chooser:
             cut, backends = no_cut(forest), rated.flat_backends
         return Choice(name, executor, reason, forest, cut, backends, predicted, rated.tokens_left, rated.raw)
 
-    def conclude(
-        self, why_flat: str | None, rated: Rated, is_shared: bool
-    ) -> tuple[Executor, str, dict[str, float]]:
+    def conclude(self, why_flat: str | None, rated: Rated, is_shared: bool) -> tuple[Executor, str, dict[str, float]]:
         """The executor of a part, why, and the predicted times that are told of.
 
         Args:

@@ -65,8 +65,9 @@ class Lowered:
 
     An item has FIELDS numbers: its first row, its number of rows, where its segment's page ids begin, where its KV begins
     and ends in the segment and up to where all of its rows see all of it, its slot, and where the segment begins in
-    the rows' sequences; an item of a stream has the number of its KV's tokens in place of begin, end and limit. The piece
-    of row r goes to partial ``partial_indptr[r] + slot``; the slot of a stream's item is counted from run 0.
+    the rows' sequences. The piece of row r goes to partial ``partial_indptr[r] + slot``. An item of a stream has the number
+    of its KV's tokens, the first row's ``partial_indptr`` and whether that row has one piece only in place of begin, end
+    and limit, and its slot is counted from run 0.
 
     Attributes:
         wide: [num_wide, FIELDS], the longest first.
@@ -142,15 +143,18 @@ def lower(
         if max_partials is None or int(counts.sum()) <= max_partials:
             break
 
+    partial_indptr = indptr(counts)
     # All of a shared segment is before any new token; of an own one, the first row sees the least.
     seen = np.minimum(plan.row_pos[plan.seg_row_begin[where]] + 1 - kv_start, kv_len)
     return Lowered(
-        wide=_wide_items(config, tiling, wide, chunk, pieces, row_begin, num_rows, page_begin, kv_len, seen, above, kv_start),
-        short=short_stream.items(short, row_begin, num_rows, page_begin, kv_len, above, kv_start),
+        wide=_wide_items(
+            config, tiling, wide, chunk, pieces, row_begin, num_rows, page_begin, kv_len, seen, above, kv_start
+        ),
+        short=short_stream.items(short, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr),
         short_runs=short_stream.runs,
-        narrow=narrow_stream.items(narrow, row_begin, num_rows, page_begin, kv_len, above, kv_start),
+        narrow=narrow_stream.items(narrow, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr),
         narrow_runs=narrow_stream.runs,
-        partial_indptr=indptr(counts).astype(np.int32),
+        partial_indptr=partial_indptr.astype(np.int32),
     )
 
 
@@ -276,6 +280,7 @@ class _Stream:
         kv_len: Int64Array,
         above: Int64Array,
         kv_start: Int64Array,
+        partial_indptr: Int64Array,
     ) -> Int32Array:
         """The items, as in `Lowered`."""
         segs = segs[self._order]
@@ -284,6 +289,9 @@ class _Stream:
         items[:-1, 1] = num_rows[segs]
         items[:-1, 2] = page_begin[segs]
         items[:-1, 3] = kv_len[segs]
+        rows = row_begin[segs]
+        items[:-1, 4] = partial_indptr[rows]
+        items[:-1, 5] = partial_indptr[rows + 1] - partial_indptr[rows] == 1
         items[:-1, 6] = above[segs] - self._first_run[self._order]
         items[:-1, 7] = kv_start[segs]
         self.runs[:, :3] = items[self.runs[:, 3], :3]

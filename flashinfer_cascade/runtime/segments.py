@@ -18,7 +18,7 @@ class SegmentArrays(NamedTuple):
     """A `Lowered` on the device, int32; what has no items is None in an eager run.
 
     Attributes:
-        wide, num_wide: items, and their number as an array of one.
+        wide: [*, FIELDS], items; behind them only zeros.
         short, short_runs, narrow, narrow_runs, partial_indptr: as in `Lowered`.
         pages: page ids that items refer to, and at least a tile's more numbers behind them.
         row_map: [num_rows], row of q of each plan row of the part; None is the identity.
@@ -26,7 +26,6 @@ class SegmentArrays(NamedTuple):
     """
 
     wide: torch.Tensor | None
-    num_wide: torch.Tensor
     short: torch.Tensor | None
     short_runs: torch.Tensor
     narrow: torch.Tensor | None
@@ -57,7 +56,14 @@ class SegmentKernels:
         self._config, self._tiling, self._interpreted = config, tiling, interpreted
 
     def run(
-        self, call: LayerCall, arrays: SegmentArrays, partials: Partials, *, num_rows: int, wide_blocks: int, combines: bool
+        self,
+        call: LayerCall,
+        arrays: SegmentArrays,
+        partials: Partials,
+        *,
+        num_rows: int,
+        wide_blocks: int,
+        combines: bool,
     ) -> None:
         """Attend for the part's rows of q; writes exactly these rows of ``out`` and ``lse``.
 
@@ -66,7 +72,7 @@ class SegmentKernels:
             arrays: the part.
             partials: room for its pieces.
             num_rows: of the part.
-            wide_blocks: programs for wide items over each KV head.
+            wide_blocks: wide items, or those that there is room for.
             combines: whether some row has another number of pieces than one.
         """
         config, tiling = self._config, self._tiling
@@ -74,34 +80,43 @@ class SegmentKernels:
         launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
         wide, short, narrow = self._arguments(call, arrays, partials)
         if arrays.wide is not None and wide_blocks:
-            options = {"tile_rows": tiling.wide_rows, "tile_tokens": tiling.wide_tokens, "stages": 3, "num_warps": tiling.wide_rows // 16}
+            options = {
+                "tile_rows": tiling.wide_rows,
+                "tile_tokens": tiling.wide_tokens,
+                "stages": 3,
+                "num_warps": tiling.wide_rows // 16,
+            }
             launches.append((_block_kernel, (wide_blocks * heads,), wide | options))
         for items, runs, arguments, rows in (
             (arrays.short, arrays.short_runs, short, tiling.short_rows),
             (arrays.narrow, arrays.narrow_runs, narrow, tiling.narrow_rows),
         ):
             if items is not None:
-                options = {"opaque": not self._interpreted, "tile_rows": rows, "tile_tokens": tiling.stream_tokens, "stages": 2, "num_warps": 2}
+                options = {
+                    "opaque": not self._interpreted,
+                    "tile_rows": rows,
+                    "tile_tokens": tiling.stream_tokens,
+                    "stages": 2,
+                    "num_warps": 2,
+                }
                 if rows == tiling.narrow_rows:
                     options["maxnreg"] = 128
                 launches.append((_stream_kernel, (len(runs) * heads,), arguments | options))
         if combines:
             launches.append(self._combine(call, arrays, partials, num_rows))
         for number, (kernel, grid, arguments) in enumerate(launches):
-            dependent = not self._interpreted
-            arguments["waits"] = dependent
-            arguments["triggers"] = dependent
+            # The first one waits for all before it as usual: others may have other ideas of who waits for whom.
+            follows = number > 0 and not self._interpreted
+            arguments["waits"] = follows
             if kernel is not _combine_kernel:
-                arguments["first"] = dependent and number == 0
-            if dependent:
+                arguments["triggers"] = number < len(launches) - 1 and not self._interpreted
+            if follows:
                 arguments["launch_pdl"] = True
             if self._interpreted:
                 arguments.pop("maxnreg", None)
             kernel[grid](**arguments)
 
-    def _arguments(
-        self, call: LayerCall, arrays: SegmentArrays, partials: Partials
-    ) -> Sequence[dict[str, Any]]:
+    def _arguments(self, call: LayerCall, arrays: SegmentArrays, partials: Partials) -> Sequence[dict[str, Any]]:
         config = self._config
         k, v = (call.kv_cache[:, 0], call.kv_cache[:, 1]) if isinstance(call.kv_cache, torch.Tensor) else call.kv_cache
         token, head = (1, 2) if config.kv_layout == "NHD" else (2, 1)
@@ -140,7 +155,7 @@ class SegmentKernels:
             "has_lse": call.lse is not None,
         }
         return (
-            common | {"items": arrays.wide, "count": arrays.num_wide},
+            common | {"items": arrays.wide},
             common | {"items": arrays.short, "runs": arrays.short_runs},
             common | {"items": arrays.narrow, "runs": arrays.narrow_runs},
         )

@@ -35,7 +35,18 @@ def _peek(pointers, opaque: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, k, v, acc, highest, total, scale, soft_cap, seen, masked: tl.constexpr, causal: tl.constexpr, capped: tl.constexpr
+    q,
+    k,
+    v,
+    acc,
+    highest,
+    total,
+    scale,
+    soft_cap,
+    seen,
+    masked: tl.constexpr,
+    causal: tl.constexpr,
+    capped: tl.constexpr,
 ):
     """One tile of KV: online softmax in base 2. `seen` is [1 or rows, tokens]."""
     logits = tl.dot(q, tl.trans(k.to(q.dtype)))
@@ -66,9 +77,8 @@ def _finish(
     rows,
     heads,
     real,
-    first_row,
-    slot,
-    partial_indptr,
+    is_lone,
+    piece,
     row_map,
     partials,
     partial_lse,
@@ -85,15 +95,14 @@ def _finish(
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
 ):
-    """Write what an item's rows came to. Its rows have equally many pieces."""
+    """Write what an item's rows came to: to out if it is their only piece, which is then so for all of them."""
     dims = tl.arange(0, head_dim)
     piece_lse = highest + tl.log2(total)
     scale = 1.0 / total
     if causal:
         piece_lse = tl.where(total > 0, piece_lse, float("-inf"))
         scale = tl.where(total > 0, scale, 0.0)
-    begin = tl.load(partial_indptr + first_row)
-    if tl.load(partial_indptr + first_row + 1) - begin == 1:
+    if is_lone:
         target = rows
         if has_row_map:
             target = tl.load(row_map + rows, mask=real, other=0)
@@ -111,16 +120,16 @@ def _finish(
         if has_lse:
             tl.store(lse + target * num_heads + heads, piece_lse, mask=real)
     else:
-        piece = (tl.load(partial_indptr + rows, mask=real, other=0) + slot).to(tl.int64) * num_heads + heads
+        at_piece = piece.to(tl.int64) * num_heads + heads
         value = (acc * scale[:, None]).to(partials.dtype.element_ty)
-        tl.store(partials + piece[:, None] * head_dim + dims[None, :], value, mask=real[:, None])
-        tl.store(partial_lse + piece, piece_lse, mask=real)
+        tl.store(partials + at_piece[:, None] * head_dim + dims[None, :], value, mask=real[:, None])
+        tl.store(partial_lse + at_piece, piece_lse, mask=real)
 
 
 # What changes from batch to batch, or from layer to layer, must not be specialised on.
 _UNSPECIALISED: dict[str, Any] = {
     "do_not_specialize": ["scale", "soft_cap", "v_scale"],
-    "do_not_specialize_on_alignment": ["items", "count", "runs", "pages", "row_map", "row_pos", "partial_indptr"],
+    "do_not_specialize_on_alignment": ["items", "runs", "pages", "row_map", "row_pos", "partial_indptr"],
 }
 
 
@@ -130,7 +139,6 @@ def _block_kernel(
     k_cache,
     v_cache,
     items,
-    count,
     pages,
     row_map,
     row_pos,
@@ -162,7 +170,6 @@ def _block_kernel(
     has_row_map: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
-    first: tl.constexpr,
     waits: tl.constexpr,
     triggers: tl.constexpr,
 ):
@@ -170,18 +177,17 @@ def _block_kernel(
     group: tl.constexpr = num_heads // num_kv_heads
     if triggers:
         gdc_launch_dependents()
-    if first:
-        gdc_wait()
-    number = tl.program_id(0) // num_kv_heads
     head = tl.program_id(0) % num_kv_heads
-    if number < tl.load(count):
-        item = items + number * FIELDS
-        first_row = tl.load(item)
-        num_rows = tl.load(item + 1)
-        first_page = pages + tl.load(item + 2)
-        begin = tl.load(item + 3)
-        end = tl.load(item + 4)
-        full_end = begin + (tl.load(item + 5) - begin) // tile_tokens * tile_tokens
+    item = items + tl.program_id(0) // num_kv_heads * FIELDS
+    first_row = tl.load(item)
+    num_rows = tl.load(item + 1)
+    first_page = pages + tl.load(item + 2)
+    begin = tl.load(item + 3)
+    end = tl.load(item + 4)
+    full_end = begin + (tl.load(item + 5) - begin) // tile_tokens * tile_tokens
+    slot = tl.load(item + 6)
+    kv_start = tl.load(item + 7)
+    if num_rows > 0:
         k_head = k_cache + head * head_stride
         v_head = v_cache + head * head_stride
         packed = tl.arange(0, tile_rows)
@@ -190,18 +196,21 @@ def _block_kernel(
         dims = tl.arange(0, head_dim)
         rows = first_row + packed // group
         real = packed < num_rows * group
+        # Page ids are read a tile ahead: behind the last one lie numbers that are not used.
+        page = tl.load(first_page + (begin + tokens) // page_size)
         q_row = rows
         if has_row_map:
             q_row = tl.load(row_map + rows, mask=real, other=0)
         at = (q_row.to(tl.int64) * q_row_stride + heads * q_head_stride)[:, None] + dims[None, :]
         queries = tl.load(q + at, mask=real[:, None], other=0.0)
+        partial = tl.load(partial_indptr + first_row)
+        is_lone = tl.load(partial_indptr + first_row + 1) - partial == 1
+        piece = tl.load(partial_indptr + rows, mask=real, other=0) + slot
         acc = tl.zeros([tile_rows, head_dim], tl.float32)
         highest = tl.full([tile_rows], float("-inf"), tl.float32)
         total = tl.zeros([tile_rows], tl.float32)
         if causal:
-            visible = tl.load(row_pos + rows, mask=real, other=-1) + 1 - tl.load(item + 7)
-        # Page ids are read a tile ahead: behind the last one lie numbers that are not used.
-        page = tl.load(first_page + (begin + tokens) // page_size)
+            visible = tl.load(row_pos + rows, mask=real, other=-1) + 1 - kv_start
         for at_token in tl.range(begin, full_end, tile_tokens, num_stages=stages):
             if tile_tokens % page_size == 0:  # tiles begin where pages do
                 in_page = tokens % page_size
@@ -225,7 +234,9 @@ def _block_kernel(
             seen = inside[None, :]
             if causal:
                 seen = seen & (token[None, :] < visible[:, None])
-            acc, highest, total = _attend(queries, k, v, acc, highest, total, scale, soft_cap, seen, True, causal, capped)
+            acc, highest, total = _attend(
+                queries, k, v, acc, highest, total, scale, soft_cap, seen, True, causal, capped
+            )
         _finish(
             acc,
             highest,
@@ -233,9 +244,8 @@ def _block_kernel(
             rows,
             heads,
             real,
-            first_row,
-            tl.load(item + 6),
-            partial_indptr,
+            is_lone,
+            piece,
             row_map,
             partials,
             partial_lse,
@@ -295,7 +305,6 @@ def _stream_kernel(
     has_row_map: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
-    first: tl.constexpr,
     waits: tl.constexpr,
     triggers: tl.constexpr,
 ):
@@ -303,8 +312,6 @@ def _stream_kernel(
     group: tl.constexpr = num_heads // num_kv_heads
     if triggers:
         gdc_launch_dependents()
-    if first:
-        gdc_wait()
     head = tl.program_id(0) % num_kv_heads
     run_number = tl.program_id(0) // num_kv_heads
     run = runs + run_number * FIELDS
@@ -325,6 +332,8 @@ def _stream_kernel(
         num_rows = tl.load(run + 1)
         page = tl.load(pages + tl.load(run + 2) + (token + tokens) // page_size)
         num_tokens = tl.load(item + 3)
+        partial = tl.load(item + 4)
+        is_lone = tl.load(item + 5)
         slot = tl.load(item + 6)
         kv_start = tl.load(item + 7)
         for index in tl.range(0, num_tiles, num_stages=stages):
@@ -344,9 +353,14 @@ def _stream_kernel(
             if causal:
                 visible = tl.load(row_pos + rows, mask=real, other=-1) + 1 - kv_start
                 seen = seen & ((token + tokens)[None, :] < visible[:, None])
-            acc, highest, total = _attend(queries, k, v, acc, highest, total, scale, soft_cap, seen, True, causal, capped)
+            acc, highest, total = _attend(
+                queries, k, v, acc, highest, total, scale, soft_cap, seen, True, causal, capped
+            )
             ends = token + tile_tokens >= num_tokens
             if ends | (index == num_tiles - 1):
+                others = packed >= group  # rows behind the first
+                piece = tl.load(partial_indptr + rows, mask=real & others, other=0)
+                piece = tl.where(others, piece, partial) + slot + run_number
                 _finish(
                     acc,
                     highest,
@@ -354,9 +368,8 @@ def _stream_kernel(
                     rows,
                     heads,
                     real,
-                    first_row,
-                    slot + run_number,
-                    partial_indptr,
+                    is_lone != 0,
+                    piece,
                     row_map,
                     partials,
                     partial_lse,
@@ -384,6 +397,8 @@ def _stream_kernel(
             first_row = _peek(item, opaque)
             num_rows = _peek(item + 1, opaque)
             num_tokens = _peek(item + 3, opaque)
+            partial = _peek(item + 4, opaque)
+            is_lone = _peek(item + 5, opaque)
             slot = _peek(item + 6, opaque)
             kv_start = _peek(item + 7, opaque)
     if waits:
@@ -410,11 +425,8 @@ def _combine_kernel(
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
     waits: tl.constexpr,
-    triggers: tl.constexpr,
 ):
     """All pieces of one row and some of its heads."""
-    if triggers:
-        gdc_launch_dependents()
     row = tl.program_id(0)
     begin = tl.load(partial_indptr + row)
     count = tl.load(partial_indptr + row + 1) - begin
