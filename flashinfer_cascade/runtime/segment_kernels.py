@@ -1,4 +1,4 @@
-"""The segments executor: all segments of a part in few launches, then one merge of what was cut."""
+"""The segments executor's launches for one layer: wide, short and narrow segments, then one merge of what was cut."""
 
 from __future__ import annotations
 
