@@ -11,7 +11,11 @@ import triton
 from flashinfer_cascade.config import DTYPE_BYTES, CascadeConfig
 from flashinfer_cascade.lower import FIELDS, Lowered, Tiling
 from flashinfer_cascade.runtime.call import LayerCall
+from flashinfer_cascade.runtime.stream import launch_stream
 from flashinfer_cascade.runtime.kernels.segments import LOG2E, _block_kernel, _combine_kernel, _stream_kernel
+
+
+STREAM_COLUMNS = 0
 
 
 class SegmentArrays(NamedTuple):
@@ -101,6 +105,9 @@ class SegmentKernels:
                 }
                 if rows == tiling.narrow_rows:
                     options["maxnreg"] = 128
+                if STREAM_COLUMNS and rows == tiling.narrow_rows:
+                    launches.append((launch_stream, (), {}))
+                    continue
                 launches.append((_stream_kernel, (len(runs) * heads,), arguments | options))
         if combines:
             launches.append(self._combine(call, arrays, partials, num_rows))
@@ -114,6 +121,10 @@ class SegmentKernels:
                 arguments["launch_pdl"] = True
             if self._interpreted:
                 arguments.pop("maxnreg", None)
+            if kernel is launch_stream:
+                tables = arrays.narrow, arrays.narrow_runs, arrays.pages, arrays.partial_indptr
+                launch_stream(config, call, STREAM_COLUMNS, tables, arrays.row_map, arrays.row_pos, partials, follows=follows, triggers=arguments["triggers"])
+                continue
             kernel[grid](**arguments)
 
     def _arguments(self, call: LayerCall, arrays: SegmentArrays, partials: Partials) -> Sequence[dict[str, Any]]:
