@@ -77,7 +77,7 @@ def launch_stream(
         "WAITS": int(follows),
         "TRIGGERS": int(triggers),
     }
-    shared_bytes = WARPS * STAGES * 2 * TILE * config.head_dim * 2
+    shared_bytes = WARPS * STAGES * (2 * TILE + columns) * config.head_dim * 2
     kernel = _kernel(torch.cuda.current_device(), shared_bytes, tuple(defines.items()))
     scale = natural / cap if cap else natural * 1.4426950408889634
     pointers = (call.q, k, v, items, runs, pages, row_map, row_pos, partial_indptr, *partials, call.out, call.lse)

@@ -1,7 +1,8 @@
 // Attention over narrow segments: the stream of `segments._stream_kernel`, for tensor cores from sm_80 on.
 //
-// Every warp works on a run of its own: it copies tiles of KV into a ring in shared memory some tiles ahead, and waits
-// for no other warp. Tokens lie along the rows of the matrix instructions and the packed query heads along the columns
+// Every warp works on a run of its own and waits for no other. Its lanes hold the fields of the next items and the pages
+// of the next tiles, so that nothing but copies into its ring in shared memory goes through the memory system, some
+// tiles ahead: a tile of KV, and with an item's first tile its queries. Tokens lie along the rows of the matrix instructions and the packed query heads along the columns
 // (S^T = K Q^T, O^T = V^T P^T), so that eight columns are enough where Triton's kernel pads to sixteen rows.
 //
 // The caller defines T_BF16, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE (in
@@ -20,16 +21,11 @@ constexpr int HALVES = COLUMNS / 8;      // of columns
 constexpr int STEPS = HEAD_DIM / 16;     // of the head's dimensions
 constexpr int CHUNKS = HEAD_DIM / 8;     // 16 bytes each, of a token
 constexpr int TILE_BYTES = TILE * HEAD_DIM * 2;
-constexpr int STAGE_BYTES = 2 * TILE_BYTES;
+constexpr int STAGE_BYTES = 2 * TILE_BYTES + COLUMNS * HEAD_DIM * 2;  // K, V and queries
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float NOTHING = -__builtin_huge_valf();
+#define NOTHING __int_as_float(0xff800000)  // -inf
 
-struct Item {
-  int first_row, num_rows, first_page, num_tokens;
-};
-struct Place {
-  int partial, is_lone, slot, kv_start;
-};
+constexpr unsigned ALL = 0xffffffffu;
 
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if T_BF16
@@ -97,27 +93,15 @@ __device__ __forceinline__ float across_rows(float x, bool is_sum) {
   return x;
 }
 
-// Copy one tile of K and V: a lane takes one chunk of every other token, or of more where tokens are shorter.
-__device__ __forceinline__ void copy_tile(u32 stage, const u16* k, const u16* v, const int* pages, int page, int token,
-                                          int num_tokens, int lane) {
-  constexpr int AT_ONCE = 32 / (CHUNKS < 32 ? CHUNKS : 32);  // tokens
-  const int chunk = lane % CHUNKS;
+// Copy rows of 16-byte chunks, one row of HEAD_DIM numbers for each group of CHUNKS lanes; offset(row) is -1 for zeros.
+template <int ROWS, typename Offset>
+__device__ __forceinline__ void copy_rows(u32 to, const u16* from, int lane, Offset offset) {
+  constexpr int LANES = CHUNKS < 32 ? CHUNKS : 32, AT_ONCE = 32 / LANES;
 #pragma unroll
-  for (int row = 0; row < TILE; row += AT_ONCE) {
-    int in_tile = row + lane / CHUNKS;
-    int at = token + in_tile;
-    i64 offset;
-    if (PAGE_SIZE % TILE == 0) {  // a tile lies in one page
-      offset = (i64)page * PAGE_STRIDE + (i64)(at % PAGE_SIZE) * TOKEN_STRIDE;
-    } else {
-      int id = at < num_tokens ? __ldg(pages + at / PAGE_SIZE) : 0;
-      offset = (i64)id * PAGE_STRIDE + (i64)(at % PAGE_SIZE) * TOKEN_STRIDE;
-    }
-    bool is_real = at < num_tokens;
-    offset = is_real ? offset : 0;
-    u32 to = stage + in_tile * HEAD_DIM * 2 + ((chunk ^ (in_tile & 7)) << 4);
-    copy_async(to, k + offset + chunk * 8, is_real);
-    copy_async(to + TILE_BYTES, v + offset + chunk * 8, is_real);
+  for (int first = 0; first < ROWS; first += AT_ONCE) {
+    const int row = first + lane / LANES, chunk = lane % LANES;
+    const i64 at = offset(row);
+    copy_async(to + row * HEAD_DIM * 2 + ((chunk ^ (row & 7)) << 4), from + (at < 0 ? 0 : at) + chunk * 8, at >= 0);
   }
 }
 
@@ -137,119 +121,143 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const int head = number % NUM_KV_HEADS, run = number / NUM_KV_HEADS;
   const int* record = runs + run * 8;
   const int num_tiles = run < num_runs ? __ldg(record + 4) : 0;
-  if (num_tiles > 0) {
-    const u32 ring = (u32)__cvta_generic_to_shared(memory) + warp * STAGES * STAGE_BYTES;
-    const u16* k_head = k_cache + (i64)head * HEAD_STRIDE;
-    const u16* v_head = v_cache + (i64)head * HEAD_STRIDE;
-    const int row_in_8 = lane / 4, pair = lane % 4 * 2;  // of a fragment
-    const int4* table = (const int4*)items;
-    int at_item = __ldg(record + 3);
-    auto read = [&](int number) {
-      int4 x = __ldg(table + 2 * number);
-      return Item{x.x, x.y, x.z, x.w};
-    };
+  const u32 ring = (u32)__cvta_generic_to_shared(memory) + warp * STAGES * STAGE_BYTES;
+  const u16* k_head = k_cache + (i64)head * HEAD_STRIDE;
+  const u16* v_head = v_cache + (i64)head * HEAD_STRIDE;
+  const u16* q_head = q + (i64)head * GROUP * q_head_stride;
+  const int row_in_8 = lane / 4, pair = lane % 4 * 2;  // of a fragment
+  const int column = row_in_8;  // of a transposed fragment: packed query head, and 8 more in the second half
+  int first_item = num_tiles > 0 ? __ldg(record + 3) : 0, token = num_tiles > 0 ? __ldg(record + 5) : 0;
+  int tiles_left = num_tiles;
+  while (tiles_left > 0) {
+    // A window of as many items as there are lanes. The list ends with zeros, a window long.
+    const int4 fields = __ldg((const int4*)items + 2 * (first_item + lane));
+    const int4 places = __ldg((const int4*)items + 2 * (first_item + lane) + 1);
+    const int item_row = fields.x, item_rows = fields.y, item_page = fields.z, item_tokens = fields.w;
+#if HAS_ROW_MAP
+    const int item_q_row = item_rows > 0 ? __ldg(row_map + item_row) : 0;
+#else
+    const int item_q_row = item_row;
+#endif
+    // Tiles of the window's items before and up to each, from the run's first tile on.
+    int until = (item_tokens + TILE - 1) / TILE - (lane == 0 ? token / TILE : 0);
+    const int own_tiles = until;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      int before = __shfl_up_sync(ALL, until, lanes);
+      if (lane >= lanes) until += before;
+    }
+    const int window_tiles = min(tiles_left, __shfl_sync(ALL, until, 31));
+    const int start = until - own_tiles;  // tile at which each item begins
+    const int first_token = token;
 
-    // What is copied next, some tiles ahead of what is computed: an item's fields are read one item ahead, its page one
-    // tile ahead. The list ends with an item of zeros; behind it lie numbers that are read and not used.
-    int copied_item = at_item, copied_token = __ldg(record + 5), num_copied = 0;
-    Item copying = read(copied_item), copying_next = read(copied_item + 1);
-    int page = __ldg(pages + copying.first_page + copied_token / PAGE_SIZE);
+    // What is copied: a lane holds item and page of every 32nd tile, of these 32 and of the next.
+    int tile_item, tile_page, next_item, next_page;
+    auto look = [&](int tile, int& in_item, int& page) {
+      int low = 0;  // the last item that begins at or before the tile
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2)
+        if (__shfl_sync(ALL, start, low + step) <= tile) low += step;
+      in_item = low;
+      const int at = (tile - __shfl_sync(ALL, start, low)) * TILE + (low == 0 ? first_token : 0);
+      const int first_page = __shfl_sync(ALL, item_page, low);
+      if (PAGE_SIZE % TILE == 0) page = tile < window_tiles ? __ldg(pages + first_page + at / PAGE_SIZE) : 0;
+    };
+    look(lane, tile_item, tile_page);
+    look(lane + 32, next_item, next_page);
+    int num_copied = 0;
     auto copy_next = [&]() {
-      if (num_copied < num_tiles) {
-        u32 stage = ring + num_copied % STAGES * STAGE_BYTES;
-        copy_tile(stage, k_head, v_head, pages + copying.first_page, page, copied_token, copying.num_tokens, lane);
-        num_copied++;
-        copied_token += TILE;
-        if (copied_token >= copying.num_tokens) {
-          copied_token = 0;
-          copied_item++;
-          copying = copying_next;
-          if (num_copied < num_tiles) copying_next = read(copied_item + 1);
+      if (num_copied < window_tiles) {
+        if (num_copied > 0 && num_copied % 32 == 0) {
+          tile_item = next_item, tile_page = next_page;
+          look(num_copied + 32 + lane, next_item, next_page);
         }
-        if (num_copied < num_tiles) page = __ldg(pages + copying.first_page + copied_token / PAGE_SIZE);
+        const u32 stage = ring + num_copied % STAGES * STAGE_BYTES;
+        const int in_item = __shfl_sync(ALL, tile_item, num_copied % 32);
+        const int page = __shfl_sync(ALL, tile_page, num_copied % 32);
+        const int begins_at = __shfl_sync(ALL, start, in_item);
+        const int num_tokens = __shfl_sync(ALL, item_tokens, in_item);
+        const int at_token = (num_copied - begins_at) * TILE + (in_item == 0 ? first_token : 0);
+        const int first_page = __shfl_sync(ALL, item_page, in_item);
+        auto kv_offset = [&](int row) -> i64 {
+          const int at = at_token + row;
+          if (at >= num_tokens) return -1;
+          const int id = PAGE_SIZE % TILE == 0 ? page : __ldg(pages + first_page + at / PAGE_SIZE);
+          return (i64)id * PAGE_STRIDE + (i64)(at % PAGE_SIZE) * TOKEN_STRIDE;
+        };
+        copy_rows<TILE>(stage, k_head, lane, kv_offset);
+        copy_rows<TILE>(stage + TILE_BYTES, v_head, lane, kv_offset);
+        if (num_copied == begins_at || num_copied == 0) {
+          const int row_0 = __shfl_sync(ALL, item_row, in_item), q_row_0 = __shfl_sync(ALL, item_q_row, in_item);
+          const int packed_rows = __shfl_sync(ALL, item_rows, in_item) * GROUP;
+          copy_rows<COLUMNS>(stage + 2 * TILE_BYTES, q_head, lane, [&](int packed) -> i64 {
+            if (packed >= packed_rows) return -1;
+            i64 row = q_row_0;
+            if (packed / GROUP > 0) {
+#if HAS_ROW_MAP
+              row = __ldg(row_map + row_0 + packed / GROUP);
+#else
+              row = row_0 + packed / GROUP;
+#endif
+            }
+            return row * q_row_stride + (packed % GROUP) * q_head_stride;
+          });
+        }
+        num_copied++;
       }
       asm volatile("cp.async.commit_group;");
     };
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) copy_next();
 
-    // What is computed: the query heads of an item are read while the item before is at work.
-    const int column = row_in_8;  // of a transposed fragment: packed query head, and 8 more in the second half
-    u32 queries[HALVES][STEPS][2], queries_next[HALVES][STEPS][2];
-    int rows[HALVES], rows_next[HALVES];
-    auto row_of = [&](const Item& item, int half) {
-      int packed = half * 8 + column;
-      int row = item.first_row + packed / GROUP;
-      bool is_real = packed < item.num_rows * GROUP;
-#if HAS_ROW_MAP
-      row = is_real ? __ldg(row_map + row) : 0;
-#endif
-      return is_real ? row : -1;
-    };
-    auto read_queries = [&](const int (&of_rows)[HALVES], u32(&into)[HALVES][STEPS][2]) {
-#pragma unroll
-      for (int half = 0; half < HALVES; half++) {
-        int row = of_rows[half] < 0 ? 0 : of_rows[half];
-        int in_group = (half * 8 + column) % GROUP;
-        const u16* from = q + row * q_row_stride + (head * GROUP + in_group) * q_head_stride + pair;
-#pragma unroll
-        for (int step = 0; step < STEPS; step++)
-#pragma unroll
-          for (int k = 0; k < 2; k++)
-            into[half][step][k] = of_rows[half] < 0 ? 0u : __ldg((const u32*)(from + step * 16 + k * 8));
-      }
-    };
-    Item item = read(at_item), next = read(at_item + 1);
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) rows_next[half] = row_of(item, half);
-    read_queries(rows_next, queries_next);
-
+    u32 queries[HALVES][STEPS][2];
     float acc[HALVES][STEPS][4];
     float highest[HALVES][2], total[HALVES][2];
-    int visible[HALVES][2];
-    int token = __ldg(record + 5);
-    bool begins = true;
-    Place place;
-    for (int tile = 0; tile < num_tiles; tile++) {
-      if (begins) {
-        begins = false;
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-          rows[half] = rows_next[half];
-#pragma unroll
-          for (int step = 0; step < STEPS; step++) {
-            queries[half][step][0] = queries_next[half][step][0];
-            queries[half][step][1] = queries_next[half][step][1];
-#pragma unroll
-            for (int i = 0; i < 4; i++) acc[half][step][i] = 0.f;
-          }
-          highest[half][0] = highest[half][1] = NOTHING;
-          total[half][0] = total[half][1] = 0.f;
-        }
-        int4 x = __ldg(table + 2 * at_item + 1);
-        place = Place{x.x, x.y, x.z, x.w};
 #if CAUSAL
-#pragma unroll
-        for (int half = 0; half < HALVES; half++)
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            int packed = half * 8 + pair + i;
-            bool is_real = packed < item.num_rows * GROUP;
-            int sees = is_real ? __ldg(row_pos + item.first_row + packed / GROUP) + 1 - place.kv_start : 0;
-            visible[half][i] = min(sees, item.num_tokens);
-          }
+    int visible[HALVES][2];
 #endif
-        if (tile + 1 < num_tiles) {
-#pragma unroll
-          for (int half = 0; half < HALVES; half++) rows_next[half] = row_of(next, half);
-          read_queries(rows_next, queries_next);
-        }
-      }
+    int at_item = 0, num_tokens = 0, packed_rows = 0, first_row = 0;
+    bool begins = true;
+    for (int tile = 0; tile < window_tiles; tile++) {
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
       __syncwarp();
       copy_next();  // into the stage of the tile before
       const u32 k_tile = ring + tile % STAGES * STAGE_BYTES, v_tile = k_tile + TILE_BYTES;
-
+      if (begins) {
+        begins = false;
+        num_tokens = __shfl_sync(ALL, item_tokens, at_item);
+        packed_rows = __shfl_sync(ALL, item_rows, at_item) * GROUP;
+        first_row = __shfl_sync(ALL, item_row, at_item);
+#if CAUSAL
+        const int kv_start = __shfl_sync(ALL, places.w, at_item);
+#endif
+        const u32 q_tile = k_tile + 2 * TILE_BYTES;
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+#pragma unroll
+          for (int step = 0; step < STEPS; step += 2) {
+            u32 b[4];
+            const int row = half * 8 + lane % 8, chunk = step * 2 + lane / 8;
+            load_fragment(b, q_tile + row * HEAD_DIM * 2 + ((chunk ^ (row & 7)) << 4));
+            queries[half][step][0] = b[0], queries[half][step][1] = b[1];
+            queries[half][step + 1][0] = b[2], queries[half][step + 1][1] = b[3];
+          }
+#pragma unroll
+          for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[half][step][i] = 0.f;
+          highest[half][0] = highest[half][1] = NOTHING;
+          total[half][0] = total[half][1] = 0.f;
+#if CAUSAL
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            const int packed = half * 8 + pair + i;
+            const int sees = packed < packed_rows ? __ldg(row_pos + first_row + packed / GROUP) + 1 - kv_start : 0;
+            visible[half][i] = min(sees, num_tokens);
+          }
+#endif
+        }
+      }
       float logits[BLOCKS][HALVES][4];
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++) {
@@ -281,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
           }
 #endif
 #if !CAUSAL
-      if (token + TILE > item.num_tokens)
+      if (token + TILE > num_tokens)
 #endif
       {
 #pragma unroll
@@ -290,11 +298,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
           for (int half = 0; half < HALVES; half++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-              int at = token + block * 16 + row_in_8 + i / 2 * 8;
+              const int at = token + block * 16 + row_in_8 + i / 2 * 8;
 #if CAUSAL
               bool is_seen = at < visible[half][i % 2];
 #else
-              bool is_seen = at < item.num_tokens;
+              bool is_seen = at < num_tokens;
 #endif
               logits[block][half][i] = is_seen ? logits[block][half][i] : NOTHING;
             }
@@ -352,47 +360,55 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
             multiply(acc[half][step], a, weights[block][half][0], weights[block][half][1]);
         }
 
-      const bool ends = token + TILE >= item.num_tokens;
-      if (ends || tile + 1 == num_tiles) {
+      const bool ends = token + TILE >= num_tokens;
+      if (ends || (tile + 1 == window_tiles && tile + 1 == tiles_left)) {
+        const int partial = __shfl_sync(ALL, places.x, at_item), is_lone = __shfl_sync(ALL, places.y, at_item);
+        const int slot = __shfl_sync(ALL, places.z, at_item) + run, q_row_0 = __shfl_sync(ALL, item_q_row, at_item);
+        // Where the piece or result of a packed query head lies, in rows of heads.
+        auto place_of = [&](int packed) -> int {
+          const int row = first_row + packed / GROUP;
+          if (!is_lone) return (packed < GROUP ? partial : __ldg(partial_indptr + row)) + slot;
+          if (packed < GROUP) return q_row_0;
+#if HAS_ROW_MAP
+          return __ldg(row_map + row);
+#else
+          return row;
+#endif
+        };
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-          if (half * 8 >= item.num_rows * GROUP) break;
+          if (half * 8 >= packed_rows) break;
           float factor[2], piece_lse[2];
 #pragma unroll
           for (int i = 0; i < 2; i++) {
-            float sum = across_rows(total[half][i], true);
+            const float sum = across_rows(total[half][i], true);
             piece_lse[i] = sum > 0.f ? highest[half][i] + log2_of(sum) : NOTHING;
-            factor[i] = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
-            if (place.is_lone) {
+            factor[i] = sum > 0.f ? __fdividef(1.f, sum) : sum;  // NaN remains
+            if (is_lone) {
               factor[i] *= v_scale;
 #if HAS_SINKS
-              int in_group = (half * 8 + pair + i) % GROUP;
-              float sink = __ldg(sinks + head * GROUP + in_group) * LOG2E;
+              const int in_group = (half * 8 + pair + i) % GROUP;
+              const float sink = __ldg(sinks + head * GROUP + in_group) * LOG2E;
               float most = fmaxf(piece_lse[i], sink);
               most = most == NOTHING ? 0.f : most;
-              float weight = exp2_of(piece_lse[i] - most), all = weight + exp2_of(sink - most);
+              const float weight = exp2_of(piece_lse[i] - most), all = weight + exp2_of(sink - most);
               factor[i] *= all > 0.f ? __fdividef(weight, all) : 0.f;
               piece_lse[i] = most + log2_of(all);
 #endif
             }
           }
           // Transposed, a lane holds pairs of one column's dimensions.
-          const int packed = half * 8 + column, in_group = packed % GROUP, to_head = head * GROUP + in_group;
-          u16* to;
-          if (place.is_lone) {
-            to = out + rows[half] * out_row_stride + to_head * out_head_stride;
-          } else {
-            int first = packed / GROUP == 0 || rows[half] < 0
-                            ? place.partial
-                            : __ldg(partial_indptr + item.first_row + packed / GROUP);
-            to = partials + ((i64)(first + place.slot + run) * NUM_HEADS + to_head) * HEAD_DIM;
-          }
+          const int packed = half * 8 + column, to_head = head * GROUP + packed % GROUP;
+          const bool is_real = packed < packed_rows;
+          const i64 place = is_real ? place_of(packed) : 0;
+          u16* to = is_lone ? out + place * out_row_stride + to_head * out_head_stride
+                            : partials + (place * NUM_HEADS + to_head) * HEAD_DIM;
 #pragma unroll
           for (int step = 0; step < STEPS; step++) {
             float(&x)[4] = acc[half][step];
-            u32 low = transpose(pack(x[0] * factor[0], x[1] * factor[1]));
-            u32 high = transpose(pack(x[2] * factor[0], x[3] * factor[1]));
-            if (rows[half] >= 0) {
+            const u32 low = transpose(pack(x[0] * factor[0], x[1] * factor[1]));
+            const u32 high = transpose(pack(x[2] * factor[0], x[3] * factor[1]));
+            if (is_real) {
               *(u32*)(to + step * 16 + pair) = low;
               *(u32*)(to + step * 16 + 8 + pair) = high;
             }
@@ -400,19 +416,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
           if (row_in_8 == 0) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-              int of = half * 8 + pair + i, row = item.first_row + of / GROUP, of_head = head * GROUP + of % GROUP;
-              if (of >= item.num_rows * GROUP) continue;
-              if (!place.is_lone) {
-                int first = __ldg(partial_indptr + row);
-                partial_lse[(i64)(first + place.slot + run) * NUM_HEADS + of_head] = piece_lse[i];
-              } else {
+              const int of = half * 8 + pair + i, of_head = head * GROUP + of % GROUP;
+              if (of >= packed_rows) continue;
+              if (!is_lone) partial_lse[(i64)place_of(of) * NUM_HEADS + of_head] = piece_lse[i];
 #if HAS_LSE
-#if HAS_ROW_MAP
-                row = __ldg(row_map + row);
+              if (is_lone) lse[(i64)place_of(of) * NUM_HEADS + of_head] = piece_lse[i];
 #endif
-                lse[(i64)row * NUM_HEADS + of_head] = piece_lse[i];
-#endif
-              }
             }
           }
         }
@@ -422,10 +431,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         token = 0;
         begins = true;
         at_item++;
-        item = next;
-        if (tile + 1 < num_tiles) next = read(at_item + 1);
       }
     }
+    tiles_left -= window_tiles;
+    first_item += at_item;
   }
 #if WAITS
   asm volatile("griddepcontrol.wait;" ::: "memory");
