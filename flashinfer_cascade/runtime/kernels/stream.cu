@@ -79,9 +79,12 @@ __device__ __forceinline__ float log2_of(float x) {
   return y;
 }
 
-__device__ __forceinline__ void copy_async(u32 to, const u16* from, bool is_real) {
-  int bytes = is_real ? 16 : 0;  // the rest becomes 0
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+__device__ __forceinline__ void copy_async(u32 to, const u16* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+
+__device__ __forceinline__ void copy_or_clear(u32 to, const u16* from, bool is_real) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_real ? 16 : 0));
 }
 
 __device__ __forceinline__ float across_rows(float x, bool is_sum) {
@@ -93,16 +96,14 @@ __device__ __forceinline__ float across_rows(float x, bool is_sum) {
   return x;
 }
 
-// Copy rows of 16-byte chunks, one row of HEAD_DIM numbers for each group of CHUNKS lanes; offset(row) is -1 for zeros.
-template <int ROWS, typename Offset>
-__device__ __forceinline__ void copy_rows(u32 to, const u16* from, int lane, Offset offset) {
-  constexpr int LANES = CHUNKS < 32 ? CHUNKS : 32, AT_ONCE = 32 / LANES;
-#pragma unroll
-  for (int first = 0; first < ROWS; first += AT_ONCE) {
-    const int row = first + lane / LANES, chunk = lane % LANES;
-    const i64 at = offset(row);
-    copy_async(to + row * HEAD_DIM * 2 + ((chunk ^ (row & 7)) << 4), from + (at < 0 ? 0 : at) + chunk * 8, at >= 0);
-  }
+// Copies go row by row, one row of HEAD_DIM numbers for each group of CHUNKS lanes; in shared memory a row's chunks are
+// permuted, so that the same chunk of eight rows lies in different banks.
+constexpr int ROW_LANES = CHUNKS < 32 ? CHUNKS : 32, ROWS_AT_ONCE = 32 / ROW_LANES, ROW_BYTES = HEAD_DIM * 2;
+constexpr bool TILE_IN_PAGE = PAGE_SIZE % TILE == 0;
+
+__device__ __forceinline__ u32 row_in_shared(int row, int lane) {  // a constant row, a multiple of ROWS_AT_ONCE
+  const int lane_row = lane / ROW_LANES, chunk = lane % ROW_LANES;
+  return row * ROW_BYTES + lane_row * ROW_BYTES + (((chunk ^ lane_row) ^ (row & 7)) << 4);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
@@ -150,60 +151,94 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const int window_tiles = min(tiles_left, __shfl_sync(ALL, until, 31));
     const int start = until - own_tiles;  // tile at which each item begins
     const int first_token = token;
+    int num_copied = 0;
 
-    // What is copied: a lane holds item and page of every 32nd tile, of these 32 and of the next.
-    int tile_item, tile_page, next_item, next_page;
-    auto look = [&](int tile, int& in_item, int& page) {
+    // What is copied: a lane knows every 32nd tile, of these 32 and of the next: its page (or where its page ids begin),
+    // its token in the page, its number of tokens, its item, and whether it is the first of that.
+    int tile_page, tile_token, tile_info, next_page, next_token, next_info;
+    auto look = [&](int tile, int& page, int& in_page, int& info) {
       int low = 0;  // the last item that begins at or before the tile
 #pragma unroll
       for (int step = 16; step > 0; step /= 2)
         if (__shfl_sync(ALL, start, low + step) <= tile) low += step;
-      in_item = low;
-      const int at = (tile - __shfl_sync(ALL, start, low)) * TILE + (low == 0 ? first_token : 0);
-      const int first_page = __shfl_sync(ALL, item_page, low);
-      if (PAGE_SIZE % TILE == 0) page = tile < window_tiles ? __ldg(pages + first_page + at / PAGE_SIZE) : 0;
+      const int in_item = tile - __shfl_sync(ALL, start, low);
+      const int at = in_item * TILE + (low == 0 ? first_token : 0);
+      const int length = __shfl_sync(ALL, item_tokens, low);
+      page = __shfl_sync(ALL, item_page, low) + at / PAGE_SIZE;
+      if (TILE_IN_PAGE) page = tile < window_tiles ? __ldg(pages + page) : 0;
+      in_page = at % PAGE_SIZE;
+      info = max(0, min(length - at, TILE)) | low << 8 | (in_item == 0) << 16;
     };
-    look(lane, tile_item, tile_page);
-    look(lane + 32, next_item, next_page);
-    int num_copied = 0;
+    look(lane, tile_page, tile_token, tile_info);
+    look(lane + 32, next_page, next_token, next_info);
+    i64 row_offset = 0;  // where tiles do not lie in pages: of the token of this number in the next tile
+    auto read_offset = [&](int tile) {
+      const bool is_next = tile / 32 > (num_copied > 0 ? (num_copied - 1) / 32 : 0);
+      const int from = __shfl_sync(ALL, is_next ? next_page : tile_page, tile % 32);
+      const int token = __shfl_sync(ALL, is_next ? next_token : tile_token, tile % 32) + lane;
+      const int valid = __shfl_sync(ALL, is_next ? next_info : tile_info, tile % 32) & 255;
+      const int id = tile < window_tiles && lane < valid ? __ldg(pages + from + token / PAGE_SIZE) : 0;
+      row_offset = (i64)id * PAGE_STRIDE + (i64)(token % PAGE_SIZE) * TOKEN_STRIDE;
+    };
+    if (!TILE_IN_PAGE) read_offset(0);
     auto copy_next = [&]() {
       if (num_copied < window_tiles) {
         if (num_copied > 0 && num_copied % 32 == 0) {
-          tile_item = next_item, tile_page = next_page;
-          look(num_copied + 32 + lane, next_item, next_page);
+          tile_page = next_page, tile_token = next_token, tile_info = next_info;
+          look(num_copied + 32 + lane, next_page, next_token, next_info);
         }
         const u32 stage = ring + num_copied % STAGES * STAGE_BYTES;
-        const int in_item = __shfl_sync(ALL, tile_item, num_copied % 32);
-        const int page = __shfl_sync(ALL, tile_page, num_copied % 32);
-        const int begins_at = __shfl_sync(ALL, start, in_item);
-        const int num_tokens = __shfl_sync(ALL, item_tokens, in_item);
-        const int at_token = (num_copied - begins_at) * TILE + (in_item == 0 ? first_token : 0);
-        const int first_page = __shfl_sync(ALL, item_page, in_item);
-        auto kv_offset = [&](int row) -> i64 {
-          const int at = at_token + row;
-          if (at >= num_tokens) return -1;
-          const int id = PAGE_SIZE % TILE == 0 ? page : __ldg(pages + first_page + at / PAGE_SIZE);
-          return (i64)id * PAGE_STRIDE + (i64)(at % PAGE_SIZE) * TOKEN_STRIDE;
-        };
-        copy_rows<TILE>(stage, k_head, lane, kv_offset);
-        copy_rows<TILE>(stage + TILE_BYTES, v_head, lane, kv_offset);
-        if (num_copied == begins_at || num_copied == 0) {
+        const int info = __shfl_sync(ALL, tile_info, num_copied % 32), valid = info & 255;
+        const int lane_row = lane / ROW_LANES, at_lane = lane_row * TOKEN_STRIDE + lane % ROW_LANES * 8;
+        num_copied++;
+        if (TILE_IN_PAGE) {
+          const int page = __shfl_sync(ALL, tile_page, (num_copied - 1) % 32);
+          const int token = __shfl_sync(ALL, tile_token, (num_copied - 1) % 32);
+          const i64 at = (i64)page * PAGE_STRIDE + (token * TOKEN_STRIDE + at_lane);
+          const u16 *k = k_head + at, *v = v_head + at;
+          if (valid == TILE) {
+#pragma unroll
+            for (int row = 0; row < TILE; row += ROWS_AT_ONCE) copy_async(stage + row_in_shared(row, lane), k + row * TOKEN_STRIDE);
+#pragma unroll
+            for (int row = 0; row < TILE; row += ROWS_AT_ONCE)
+              copy_async(stage + TILE_BYTES + row_in_shared(row, lane), v + row * TOKEN_STRIDE);
+          } else {
+#pragma unroll
+            for (int row = 0; row < TILE; row += ROWS_AT_ONCE) {
+              const bool is_real = row + lane_row < valid;
+              copy_or_clear(stage + row_in_shared(row, lane), k + row * TOKEN_STRIDE, is_real);
+              copy_or_clear(stage + TILE_BYTES + row_in_shared(row, lane), v + row * TOKEN_STRIDE, is_real);
+            }
+          }
+        } else {
+#pragma unroll
+          for (int row = 0; row < TILE; row += ROWS_AT_ONCE) {
+            const bool is_real = row + lane_row < valid;
+            const i64 at = __shfl_sync(ALL, row_offset, row + lane_row) + lane % ROW_LANES * 8;
+            copy_or_clear(stage + row_in_shared(row, lane), k_head + at, is_real);
+            copy_or_clear(stage + TILE_BYTES + row_in_shared(row, lane), v_head + at, is_real);
+          }
+          read_offset(num_copied);
+        }
+        if (info >> 16 || num_copied == 1) {
+          const int in_item = info >> 8 & 255;
           const int row_0 = __shfl_sync(ALL, item_row, in_item), q_row_0 = __shfl_sync(ALL, item_q_row, in_item);
           const int packed_rows = __shfl_sync(ALL, item_rows, in_item) * GROUP;
-          copy_rows<COLUMNS>(stage + 2 * TILE_BYTES, q_head, lane, [&](int packed) -> i64 {
-            if (packed >= packed_rows) return -1;
+#pragma unroll
+          for (int first = 0; first < COLUMNS; first += ROWS_AT_ONCE) {
+            const int packed = first + lane_row;
             i64 row = q_row_0;
-            if (packed / GROUP > 0) {
+            if (packed >= GROUP && packed < packed_rows) {
 #if HAS_ROW_MAP
               row = __ldg(row_map + row_0 + packed / GROUP);
 #else
               row = row_0 + packed / GROUP;
 #endif
             }
-            return row * q_row_stride + (packed % GROUP) * q_head_stride;
-          });
+            const u16* from = q_head + row * q_row_stride + packed % GROUP * q_head_stride + lane % ROW_LANES * 8;
+            copy_or_clear(stage + 2 * TILE_BYTES + row_in_shared(first, lane), from, packed < packed_rows);
+          }
         }
-        num_copied++;
       }
       asm volatile("cp.async.commit_group;");
     };
@@ -238,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
           for (int step = 0; step < STEPS; step += 2) {
             u32 b[4];
             const int row = half * 8 + lane % 8, chunk = step * 2 + lane / 8;
-            load_fragment(b, q_tile + row * HEAD_DIM * 2 + ((chunk ^ (row & 7)) << 4));
+            load_fragment(b, q_tile + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4));
             queries[half][step][0] = b[0], queries[half][step][1] = b[1];
             queries[half][step + 1][0] = b[2], queries[half][step + 1][1] = b[3];
           }
@@ -269,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         for (int step = 0; step < STEPS; step++) {
           u32 a[4];
           int row = block * 16 + lane % 16, chunk = step * 2 + lane / 16;
-          load_fragment(a, k_tile + row * HEAD_DIM * 2 + ((chunk ^ (row & 7)) << 4));
+          load_fragment(a, k_tile + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4));
 #pragma unroll
           for (int half = 0; half < HALVES; half++)
             multiply(logits[block][half], a, queries[half][step][0], queries[half][step][1]);
@@ -354,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         for (int step = 0; step < STEPS; step++) {
           u32 a[4];
           int row = block * 16 + lane % 8 + lane / 16 * 8, chunk = step * 2 + lane / 8 % 2;
-          load_transposed(a, v_tile + row * HEAD_DIM * 2 + ((chunk ^ (row & 7)) << 4));
+          load_transposed(a, v_tile + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4));
 #pragma unroll
           for (int half = 0; half < HALVES; half++)
             multiply(acc[half][step], a, weights[block][half][0], weights[block][half][1]);
