@@ -38,6 +38,8 @@ class Tiling:
         narrow_rows: packed rows of a narrow tile.
         stream_tokens: KV tokens of a short or narrow tile.
         short_blocks, narrow_blocks: blocks of a stream that one SM runs at once.
+        max_finished: pieces above a narrow item of one row that it merges itself, rather than leave a piece to be merged;
+            the kernels that wrote them must have run before.
         min_run_tiles: tiles of a run at least, where runs are fewer than blocks.
     """
 
@@ -53,6 +55,7 @@ class Tiling:
     short_blocks: int = 4
     narrow_blocks: int = 8
     min_run_tiles: int = 2
+    max_finished: int = 0
 
     def num_runs(self, blocks_per_sm: int, num_kv_heads: int) -> int:
         """Runs of a stream over each KV head."""
@@ -65,9 +68,10 @@ class Lowered:
 
     An item has FIELDS numbers: its first row, its number of rows, where its segment's page ids begin, where its KV begins
     and ends in the segment and up to where all of its rows see all of it, its slot, and where the segment begins in
-    the rows' sequences. The piece of row r goes to partial ``partial_indptr[r] + slot``. An item of a stream has the number
-    of its KV's tokens, the first row's ``partial_indptr`` and whether that row has one piece only in place of begin, end
-    and limit, and its slot is counted from run 0.
+    the rows' sequences. The piece of row r goes to partial ``partial_indptr[r] + slot``, or to the output if the slot is -1:
+    it is the only one. In place of begin, end and limit an item of a stream has the number of its KV's tokens, the first
+    row's ``partial_indptr``, and a number: 0 if it leaves a piece, or 1 plus the number of pieces above it that it merges
+    with its own, into the output. Its slot is counted from run 0.
 
     Attributes:
         wide: [num_wide, FIELDS], the longest first.
@@ -76,6 +80,7 @@ class Lowered:
             tiles the run has, and where in the item's KV it begins.
         narrow, narrow_runs: likewise.
         partial_indptr: [num_rows + 1].
+        combined: [num_rows], pieces that are left to be merged; -1 if the row has its result by then.
     """
 
     wide: Int32Array
@@ -84,6 +89,7 @@ class Lowered:
     narrow: Int32Array
     narrow_runs: Int32Array
     partial_indptr: Int32Array
+    combined: Int32Array
 
     @property
     def num_partials(self) -> int:
@@ -140,6 +146,17 @@ def lower(
         pieces[wide] = -(-kv_len[wide] // chunk)
         pieces[short], pieces[narrow] = short_stream.pieces, narrow_stream.pieces
         above, counts = _slots(plan.seg_level[where], row_begin, num_rows, pieces, rows)
+        is_lone = counts[row_begin] == 1
+        combined = np.where(counts == 1, -1, counts)
+        finishes = np.zeros(len(kv_len), np.bool_)
+        if tiling.max_finished:
+            narrow_pieces = np.where(is_narrow, pieces, 0)
+            narrow_above, _ = _slots(plan.seg_level[where], row_begin, num_rows, narrow_pieces, rows)
+            last = counts[row_begin] - above == 1
+            finishes = is_narrow & has_kv & last & (pieces == 1) & (num_rows == 1) & (narrow_above == 0)
+            finishes &= (above > 0) & (above <= tiling.max_finished)
+            counts[row_begin[finishes]] -= 1
+            combined[row_begin[finishes]] = -1
         if max_partials is None or int(counts.sum()) <= max_partials:
             break
 
@@ -148,13 +165,14 @@ def lower(
     seen = np.minimum(plan.row_pos[plan.seg_row_begin[where]] + 1 - kv_start, kv_len)
     return Lowered(
         wide=_wide_items(
-            config, tiling, wide, chunk, pieces, row_begin, num_rows, page_begin, kv_len, seen, above, kv_start
+            config, tiling, wide, chunk, pieces, row_begin, num_rows, page_begin, kv_len, seen, above, kv_start, is_lone
         ),
-        short=short_stream.items(short, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr),
+        short=short_stream.items(short, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr, finishes, is_lone),
         short_runs=short_stream.runs,
-        narrow=narrow_stream.items(narrow, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr),
+        narrow=narrow_stream.items(narrow, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr, finishes, is_lone),
         narrow_runs=narrow_stream.runs,
         partial_indptr=partial_indptr.astype(np.int32),
+        combined=combined.astype(np.int32),
     )
 
 
@@ -203,6 +221,7 @@ def _wide_items(
     seen: Int64Array,
     above: Int64Array,
     kv_start: Int64Array,
+    is_lone: NDArray[np.bool_],
 ) -> Int32Array:
     if not len(segs):
         return np.zeros((0, FIELDS), np.int32)
@@ -221,7 +240,7 @@ def _wide_items(
     items[:, 2] = page_begin[seg]
     items[:, 3], items[:, 4] = begin, end
     items[:, 5] = np.clip(seen[seg], begin, end)
-    items[:, 6] = above[seg] + piece
+    items[:, 6] = np.where(is_lone[seg], -1, above[seg] + piece)
     items[:, 7] = kv_start[seg]
     return items[np.argsort(begin - end, kind="stable")].astype(np.int32)
 
@@ -281,6 +300,8 @@ class _Stream:
         above: Int64Array,
         kv_start: Int64Array,
         partial_indptr: Int64Array,
+        finishes: NDArray[np.bool_],
+        is_lone: NDArray[np.bool_],
     ) -> Int32Array:
         """The items, as in `Lowered`."""
         segs = segs[self._order]
@@ -291,7 +312,7 @@ class _Stream:
         items[:-1, 3] = kv_len[segs]
         rows = row_begin[segs]
         items[:-1, 4] = partial_indptr[rows]
-        items[:-1, 5] = partial_indptr[rows + 1] - partial_indptr[rows] == 1
+        items[:-1, 5] = np.where(finishes[segs], above[segs] + 1, is_lone[segs])
         items[:-1, 6] = above[segs] - self._first_run[self._order]
         items[:-1, 7] = kv_start[segs]
         self.runs[:, :3] = items[self.runs[:, 3], :3]

@@ -23,7 +23,7 @@ class SegmentArrays(NamedTuple):
 
     Attributes:
         wide: [*, FIELDS], items; behind them only zeros.
-        short, short_runs, narrow, narrow_runs, partial_indptr: as in `Lowered`.
+        short, short_runs, narrow, narrow_runs, partial_indptr, combined: as in `Lowered`.
         pages: page ids that items refer to, and at least a tile's more numbers behind them.
         row_map: [num_rows], row of q of each plan row of the part; None is the identity.
         row_pos: [num_rows], for causal parts; else None.
@@ -35,6 +35,7 @@ class SegmentArrays(NamedTuple):
     narrow: torch.Tensor | None
     narrow_runs: torch.Tensor
     partial_indptr: torch.Tensor
+    combined: torch.Tensor
     pages: torch.Tensor
     row_map: torch.Tensor | None
     row_pos: torch.Tensor | None
@@ -77,7 +78,7 @@ class SegmentKernels:
             partials: room for its pieces.
             num_rows: of the part.
             wide_blocks: wide items, or those that there is room for.
-            combines: whether some row has another number of pieces than one.
+            combines: whether some row is left to be merged.
         """
         config, tiling = self._config, self._tiling
         heads = config.num_kv_heads
@@ -182,6 +183,7 @@ class SegmentKernels:
             "partials": partials.values,
             "partial_lse": partials.lse,
             "partial_indptr": arrays.partial_indptr,
+            "combined": arrays.combined,
             "row_map": arrays.row_map,
             "sinks": call.sinks,
             "out": call.out,

@@ -13,7 +13,7 @@ from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.nvrtc import CudaKernel
 
 SOURCE = Path(__file__).with_name("kernels") / "stream.cu"
-WARPS = 4
+WARPS = 1
 STAGES = 3
 TILE = 16
 

@@ -203,8 +203,6 @@ def _block_kernel(
             q_row = tl.load(row_map + rows, mask=real, other=0)
         at = (q_row.to(tl.int64) * q_row_stride + heads * q_head_stride)[:, None] + dims[None, :]
         queries = tl.load(q + at, mask=real[:, None], other=0.0)
-        partial = tl.load(partial_indptr + first_row)
-        is_lone = tl.load(partial_indptr + first_row + 1) - partial == 1
         piece = tl.load(partial_indptr + rows, mask=real, other=0) + slot
         acc = tl.zeros([tile_rows, head_dim], tl.float32)
         highest = tl.full([tile_rows], float("-inf"), tl.float32)
@@ -244,7 +242,7 @@ def _block_kernel(
             rows,
             heads,
             real,
-            is_lone,
+            slot < 0,
             piece,
             row_map,
             partials,
@@ -405,11 +403,12 @@ def _stream_kernel(
         gdc_wait()
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_map", "partial_indptr", "sinks", "lse"], do_not_specialize=["v_scale"])
+@triton.jit(do_not_specialize_on_alignment=["row_map", "partial_indptr", "combined", "sinks", "lse"], do_not_specialize=["v_scale"])
 def _combine_kernel(
     partials,
     partial_lse,
     partial_indptr,
+    combined,
     row_map,
     sinks,
     out,
@@ -429,13 +428,13 @@ def _combine_kernel(
     """All pieces of one row and some of its heads."""
     row = tl.program_id(0)
     begin = tl.load(partial_indptr + row)
-    count = tl.load(partial_indptr + row + 1) - begin
+    count = tl.load(combined + row)
     heads = tl.program_id(1) * heads_per_program + tl.arange(0, heads_per_program)
     dims = tl.arange(0, head_dim)
     real = heads < num_heads
     if waits:
         gdc_wait()
-    if count != 1:
+    if count >= 0:
         pieces = tl.arange(0, pieces_at_once)
         highest = tl.full([heads_per_program], float("-inf"), tl.float32)
         total = tl.zeros([heads_per_program], tl.float32)

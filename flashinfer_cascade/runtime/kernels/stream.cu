@@ -87,6 +87,23 @@ __device__ __forceinline__ void copy_or_clear(u32 to, const u16* from, bool is_r
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_real ? 16 : 0));
 }
 
+// What an earlier kernel wrote, which may not have ended when this one began: never from L1.
+__device__ __forceinline__ u32 read_late(const void* from) {
+  u32 x;
+  asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+
+__device__ __forceinline__ float unpack(u32 x, int i) {  // the lower or the upper of two
+#if T_BF16
+  return __uint_as_float(i ? x & 0xffff0000u : x << 16);
+#else
+  float y;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(y) : "r"(i ? x >> 16 : x));
+  return y;
+#endif
+}
+
 __device__ __forceinline__ float across_rows(float x, bool is_sum) {
 #pragma unroll
   for (int lanes = 4; lanes < 32; lanes *= 2) {
@@ -251,6 +268,60 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 #if CAUSAL
     int visible[HALVES][2];
 #endif
+    // Merge pieces that earlier kernels wrote into a transposed result, all of one row, and its lse.
+    auto finish = [&](u32(&result)[STEPS][2], float(&own_lse)[2], i64 first, int count, int of_head, bool is_real) {
+#if WAITS
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+      const float low = __shfl_sync(ALL, own_lse[0], column / 2), high = __shfl_sync(ALL, own_lse[1], column / 2);
+      float most = column % 2 ? high : low;
+      float sum = most == NOTHING ? 0.f : 1.f;
+      float values[STEPS][2][2];
+#pragma unroll
+      for (int step = 0; step < STEPS; step++)
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) values[step][k][i] = unpack(result[step][k], i);
+      for (int piece = 0; piece < count; piece++) {
+        const i64 at = (first + piece) * NUM_HEADS + of_head;
+        const u16* from = partials + at * HEAD_DIM + pair;
+        u32 x[STEPS][2];
+        const float here = is_real ? __uint_as_float(read_late(partial_lse + at)) : NOTHING;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+          for (int k = 0; k < 2; k++) x[step][k] = is_real ? read_late(from + step * 16 + k * 8) : 0u;
+        const float before = most;
+        most = fmaxf(most, here);
+        const float base = most == NOTHING ? 0.f : most;
+        const float old = exp2_of(before - base), weight = exp2_of(here - base);
+        sum = sum * old + weight;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+          for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) values[step][k][i] = values[step][k][i] * old + unpack(x[step][k], i) * weight;
+      }
+      float all = sum;
+#if HAS_SINKS
+      const float sink = __ldg(sinks + of_head) * LOG2E, before = most;
+      most = fmaxf(most, sink);
+      const float base = most == NOTHING ? 0.f : most, old = exp2_of(before - base);
+      all = sum * old + exp2_of(sink - base);
+      const float factor = all > 0.f ? v_scale * old / all : all;
+#else
+      const float factor = all > 0.f ? v_scale / all : all;
+#endif
+#pragma unroll
+      for (int step = 0; step < STEPS; step++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) result[step][k] = pack(values[step][k][0] * factor, values[step][k][1] * factor);
+      const float merged = all > 0.f ? most + log2_of(all) : NOTHING;
+#pragma unroll
+      for (int i = 0; i < 2; i++) own_lse[i] = __shfl_sync(ALL, merged, (pair + i) * 4);
+    };
     int at_item = 0, num_tokens = 0, packed_rows = 0, first_row = 0;
     bool begins = true;
     for (int tile = 0; tile < window_tiles; tile++) {
@@ -397,12 +468,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 
       const bool ends = token + TILE >= num_tokens;
       if (ends || (tile + 1 == window_tiles && tile + 1 == tiles_left)) {
-        const int partial = __shfl_sync(ALL, places.x, at_item), is_lone = __shfl_sync(ALL, places.y, at_item);
+        // Pieces of its row that earlier kernels wrote, if they are to be merged with this one, the last.
+        const int partial = __shfl_sync(ALL, places.x, at_item), above = __shfl_sync(ALL, places.y, at_item) - 1;
+        const bool is_lone = above == 0, finishes = above >= 0;
         const int slot = __shfl_sync(ALL, places.z, at_item) + run, q_row_0 = __shfl_sync(ALL, item_q_row, at_item);
         // Where the piece or result of a packed query head lies, in rows of heads.
         auto place_of = [&](int packed) -> int {
           const int row = first_row + packed / GROUP;
-          if (!is_lone) return (packed < GROUP ? partial : __ldg(partial_indptr + row)) + slot;
+          if (!finishes) return (packed < GROUP ? partial : __ldg(partial_indptr + row)) + slot;
           if (packed < GROUP) return q_row_0;
 #if HAS_ROW_MAP
           return __ldg(row_map + row);
@@ -436,16 +509,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
           const int packed = half * 8 + column, to_head = head * GROUP + packed % GROUP;
           const bool is_real = packed < packed_rows;
           const i64 place = is_real ? place_of(packed) : 0;
-          u16* to = is_lone ? out + place * out_row_stride + to_head * out_head_stride
-                            : partials + (place * NUM_HEADS + to_head) * HEAD_DIM;
+          u16* to = finishes ? out + place * out_row_stride + to_head * out_head_stride
+                             : partials + (place * NUM_HEADS + to_head) * HEAD_DIM;
+          u32 result[STEPS][2];
 #pragma unroll
           for (int step = 0; step < STEPS; step++) {
             float(&x)[4] = acc[half][step];
-            const u32 low = transpose(pack(x[0] * factor[0], x[1] * factor[1]));
-            const u32 high = transpose(pack(x[2] * factor[0], x[3] * factor[1]));
-            if (is_real) {
-              *(u32*)(to + step * 16 + pair) = low;
-              *(u32*)(to + step * 16 + 8 + pair) = high;
+            result[step][0] = transpose(pack(x[0] * factor[0], x[1] * factor[1]));
+            result[step][1] = transpose(pack(x[2] * factor[0], x[3] * factor[1]));
+          }
+          if (above > 0) finish(result, piece_lse, (i64)partial, above, to_head, is_real);
+          if (is_real) {
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+              *(u32*)(to + step * 16 + pair) = result[step][0];
+              *(u32*)(to + step * 16 + 8 + pair) = result[step][1];
             }
           }
           if (row_in_8 == 0) {
@@ -453,9 +531,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
             for (int i = 0; i < 2; i++) {
               const int of = half * 8 + pair + i, of_head = head * GROUP + of % GROUP;
               if (of >= packed_rows) continue;
-              if (!is_lone) partial_lse[(i64)place_of(of) * NUM_HEADS + of_head] = piece_lse[i];
+              if (!finishes) partial_lse[(i64)place_of(of) * NUM_HEADS + of_head] = piece_lse[i];
 #if HAS_LSE
-              if (is_lone) lse[(i64)place_of(of) * NUM_HEADS + of_head] = piece_lse[i];
+              if (finishes) lse[(i64)place_of(of) * NUM_HEADS + of_head] = piece_lse[i];
 #endif
             }
           }
