@@ -16,6 +16,11 @@ from flashinfer_cascade.runtime.kernels.segments import LOG2E, _block_kernel, _c
 
 
 STREAM_COLUMNS = 0
+USE_GLUON = True
+try:
+    from flashinfer_cascade.runtime.kernels.hopper import wide_kernel
+except (ImportError, AttributeError):
+    wide_kernel = None
 
 
 class SegmentArrays(NamedTuple):
@@ -91,7 +96,13 @@ class SegmentKernels:
                 "stages": 3,
                 "num_warps": tiling.wide_rows // 16,
             }
-            launches.append((_block_kernel, (wide_blocks * heads,), wide | options))
+            if USE_GLUON and wide_kernel is not None and not wide["causal"] and not wide["capped"]:
+                names = wide_kernel.arg_names
+                launches.append(
+                    (wide_kernel, (wide_blocks * heads,), {k: v for k, v in (wide | options).items() if k in names})
+                )
+            else:
+                launches.append((_block_kernel, (wide_blocks * heads,), wide | options))
         for items, runs, arguments, rows in (
             (arrays.short, arrays.short_runs, short, tiling.short_rows),
             (arrays.narrow, arrays.narrow_runs, narrow, tiling.narrow_rows),
