@@ -21,6 +21,8 @@ from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 
 FIELDS = 8
+WINDOW = 32
+"""Items that a stream's kernel reads at once: as many zeros end its list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,9 @@ class Tiling:
         short_rows: packed rows of a short tile; a segment of more is wide.
         short_tokens: KV tokens above which a segment of more than narrow_rows is wide.
         narrow_rows: packed rows of a narrow tile.
-        stream_tokens: KV tokens of a short or narrow tile.
-        short_blocks, narrow_blocks: blocks of a stream that one SM runs at once.
+        short_tile_tokens, narrow_tokens: KV tokens of a short and of a narrow tile.
+        short_blocks, narrow_blocks: blocks of a stream that one SM runs at once, each number of them more than the one
+            before it and used where that makes the longest run shorter by a tenth.
         max_finished: pieces above a narrow item of one row that it merges itself, rather than leave a piece to be merged;
             the kernels that wrote them must have run before.
         min_run_tiles: tiles of a run at least, where runs are fewer than blocks.
@@ -47,14 +50,15 @@ class Tiling:
     wide_rows: int = 64
     wide_tokens: int = 64
     wide_blocks: int = 2
-    min_cut: int = 256
+    min_cut: int = 384
     short_rows: int = 32
     short_tokens: int = 128
     narrow_rows: int = 16
-    stream_tokens: int = 32
-    short_blocks: int = 4
-    narrow_blocks: int = 8
-    min_run_tiles: int = 2
+    short_tile_tokens: int = 32
+    narrow_tokens: int = 32
+    short_blocks: tuple[int, ...] = (4,)
+    narrow_blocks: tuple[int, ...] = (8,)
+    min_run_tiles: int = 4
     max_finished: int = 0
 
     def num_runs(self, blocks_per_sm: int, num_kv_heads: int) -> int:
@@ -75,7 +79,7 @@ class Lowered:
 
     Attributes:
         wide: [num_wide, FIELDS], the longest first.
-        short: [num_short + 1, FIELDS], in the order of the stream; ends with zeros.
+        short: [num_short + WINDOW, FIELDS], in the order of the stream; ends with zeros.
         short_runs: [num_runs, FIELDS]: of the run's first item, what an item has to begin with; then its number, how many
             tiles the run has, and where in the item's KV it begins.
         narrow, narrow_runs: likewise.
@@ -140,8 +144,8 @@ def lower(
 
     for may_cut in (True, False):
         chunk = _wide_chunks(config, tiling, num_rows[wide], kv_len[wide], may_cut)
-        short_stream = _Stream(config, tiling, tiling.short_blocks, kv_len[short], may_cut)
-        narrow_stream = _Stream(config, tiling, tiling.narrow_blocks, kv_len[narrow], may_cut)
+        short_stream = _Stream(config, tiling, tiling.short_tile_tokens, tiling.short_blocks, kv_len[short], may_cut)
+        narrow_stream = _Stream(config, tiling, tiling.narrow_tokens, tiling.narrow_blocks, kv_len[narrow], may_cut)
         pieces = np.zeros(len(kv_len), np.int64)
         pieces[wide] = -(-kv_len[wide] // chunk)
         pieces[short], pieces[narrow] = short_stream.pieces, narrow_stream.pieces
@@ -167,9 +171,13 @@ def lower(
         wide=_wide_items(
             config, tiling, wide, chunk, pieces, row_begin, num_rows, page_begin, kv_len, seen, above, kv_start, is_lone
         ),
-        short=short_stream.items(short, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr, finishes, is_lone),
+        short=short_stream.items(
+            short, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr, finishes, is_lone
+        ),
         short_runs=short_stream.runs,
-        narrow=narrow_stream.items(narrow, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr, finishes, is_lone),
+        narrow=narrow_stream.items(
+            narrow, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr, finishes, is_lone
+        ),
         narrow_runs=narrow_stream.runs,
         partial_indptr=partial_indptr.astype(np.int32),
         combined=combined.astype(np.int32),
@@ -254,36 +262,47 @@ class _Stream:
     """
 
     def __init__(
-        self, config: CascadeConfig, tiling: Tiling, blocks_per_sm: int, kv_len: Int64Array, may_cut: bool
+        self,
+        config: CascadeConfig,
+        tiling: Tiling,
+        tile_tokens: int,
+        blocks: tuple[int, ...],
+        kv_len: Int64Array,
+        may_cut: bool,
     ) -> None:
-        tiles = -(-kv_len // tiling.stream_tokens)
+        tiles = -(-kv_len // tile_tokens)
         num_items, num_tiles = len(tiles), int(tiles.sum())
-        num_runs = tiling.num_runs(blocks_per_sm, config.num_kv_heads)
+        self.runs = np.zeros((tiling.num_runs(blocks[-1], config.num_kv_heads), FIELDS), np.int32)
         self._order = np.arange(num_items)
-        self.runs = np.zeros((num_runs, FIELDS), np.int32)
         self.pieces = np.ones(num_items, np.int64)
         self._first_run = np.zeros(num_items, np.int64)
         if not num_items:
             return
-        whole = _deal(tiles, num_runs)
-        longest = int(np.bincount(whole, tiles, num_runs).max())
+        num_runs = longest = 0
+        for number in blocks:
+            wanted = tiling.num_runs(number, config.num_kv_heads)
+            deal = _deal(tiles, wanted)
+            most = int(np.bincount(deal, tiles, wanted).max())
+            # More blocks at once are slower each.
+            if not num_runs or most * 10 <= longest * 9:
+                whole, longest, num_runs = deal, most, wanted
         ideal = -(-num_tiles // num_runs)
         if not may_cut or longest <= max(ideal + 1, ideal * 5 // 4):
             self._order = np.argsort(whole, kind="stable")
-            of_run = np.bincount(whole, minlength=num_runs)
+            of_run = np.bincount(whole, minlength=len(self.runs))
             first = indptr(of_run)[:-1]
             self.runs[:, 3] = np.minimum(first, num_items)
-            self.runs[:, 4] = np.bincount(whole, tiles, num_runs)
+            self.runs[:, 4] = np.bincount(whole, tiles, len(self.runs))
             self._first_run = whole
             return
         ends = tiles.cumsum()
-        used = min(num_runs, -(-num_tiles // tiling.min_run_tiles))
-        cuts = np.minimum(np.arange(num_runs + 1), used) * num_tiles // used
+        used = min(tiling.num_runs(blocks[0], config.num_kv_heads), -(-num_tiles // tiling.min_run_tiles))
+        cuts = np.minimum(np.arange(len(self.runs) + 1), used) * num_tiles // used
         first = np.searchsorted(ends, cuts[:-1], side="right")
         first = np.minimum(first, num_items - 1)
         self.runs[:, 3] = first
         self.runs[:, 4] = cuts[1:] - cuts[:-1]
-        self.runs[:, 5] = (cuts[:-1] - (ends[first] - tiles[first])) * tiling.stream_tokens
+        self.runs[:, 5] = (cuts[:-1] - (ends[first] - tiles[first])) * tile_tokens
         begins = ends - tiles
         first_run = np.searchsorted(cuts[:used], begins, side="right") - 1
         last_run = np.searchsorted(cuts[: used + 1], ends, side="left") - 1
@@ -305,16 +324,16 @@ class _Stream:
     ) -> Int32Array:
         """The items, as in `Lowered`."""
         segs = segs[self._order]
-        items = np.zeros((len(segs) + 1, FIELDS), np.int32)
-        items[:-1, 0] = row_begin[segs]
-        items[:-1, 1] = num_rows[segs]
-        items[:-1, 2] = page_begin[segs]
-        items[:-1, 3] = kv_len[segs]
+        items = np.zeros((len(segs) + WINDOW, FIELDS), np.int32)
+        items[:-WINDOW, 0] = row_begin[segs]
+        items[:-WINDOW, 1] = num_rows[segs]
+        items[:-WINDOW, 2] = page_begin[segs]
+        items[:-WINDOW, 3] = kv_len[segs]
         rows = row_begin[segs]
-        items[:-1, 4] = partial_indptr[rows]
-        items[:-1, 5] = np.where(finishes[segs], above[segs] + 1, is_lone[segs])
-        items[:-1, 6] = above[segs] - self._first_run[self._order]
-        items[:-1, 7] = kv_start[segs]
+        items[:-WINDOW, 4] = partial_indptr[rows]
+        items[:-WINDOW, 5] = np.where(finishes[segs], above[segs] + 1, is_lone[segs])
+        items[:-WINDOW, 6] = above[segs] - self._first_run[self._order]
+        items[:-WINDOW, 7] = kv_start[segs]
         self.runs[:, :3] = items[self.runs[:, 3], :3]
         return items
 

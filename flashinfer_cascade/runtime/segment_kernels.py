@@ -16,11 +16,7 @@ from flashinfer_cascade.runtime.kernels.segments import LOG2E, _block_kernel, _c
 
 
 STREAM_COLUMNS = 0
-USE_GLUON = True
-try:
-    from flashinfer_cascade.runtime.kernels.hopper import wide_kernel
-except (ImportError, AttributeError):
-    wide_kernel = None
+FIRST = True
 
 
 class SegmentArrays(NamedTuple):
@@ -96,13 +92,7 @@ class SegmentKernels:
                 "stages": 3,
                 "num_warps": tiling.wide_rows // 16,
             }
-            if USE_GLUON and wide_kernel is not None and not wide["causal"] and not wide["capped"]:
-                names = wide_kernel.arg_names
-                launches.append(
-                    (wide_kernel, (wide_blocks * heads,), {k: v for k, v in (wide | options).items() if k in names})
-                )
-            else:
-                launches.append((_block_kernel, (wide_blocks * heads,), wide | options))
+            launches.append((_block_kernel, (wide_blocks * heads,), wide | options))
         for items, runs, arguments, rows in (
             (arrays.short, arrays.short_runs, short, tiling.short_rows),
             (arrays.narrow, arrays.narrow_runs, narrow, tiling.narrow_rows),
@@ -111,7 +101,7 @@ class SegmentKernels:
                 options = {
                     "opaque": not self._interpreted,
                     "tile_rows": rows,
-                    "tile_tokens": tiling.stream_tokens,
+                    "tile_tokens": tiling.narrow_tokens if rows == tiling.narrow_rows else tiling.short_tile_tokens,
                     "stages": 2,
                     "num_warps": 2,
                 }
@@ -124,18 +114,31 @@ class SegmentKernels:
         if combines:
             launches.append(self._combine(call, arrays, partials, num_rows))
         for number, (kernel, grid, arguments) in enumerate(launches):
-            # The first one waits for all before it as usual: others may have other ideas of who waits for whom.
+            # Each may begin while the one before it still runs, the first one when all before has ended.
             follows = number > 0 and not self._interpreted
+            first = FIRST and number == 0 and not self._interpreted
             arguments["waits"] = follows
             if kernel is not _combine_kernel:
+                arguments["first"] = first
                 arguments["triggers"] = number < len(launches) - 1 and not self._interpreted
-            if follows:
+            if follows or first:
                 arguments["launch_pdl"] = True
             if self._interpreted:
                 arguments.pop("maxnreg", None)
             if kernel is launch_stream:
                 tables = arrays.narrow, arrays.narrow_runs, arrays.pages, arrays.partial_indptr
-                launch_stream(config, call, STREAM_COLUMNS, tables, arrays.row_map, arrays.row_pos, partials, follows=follows, triggers=arguments["triggers"])
+                launch_stream(
+                    config,
+                    call,
+                    STREAM_COLUMNS,
+                    tables,
+                    arrays.row_map,
+                    arrays.row_pos,
+                    partials,
+                    first=first,
+                    follows=follows,
+                    triggers=arguments["triggers"],
+                )
                 continue
             kernel[grid](**arguments)
 

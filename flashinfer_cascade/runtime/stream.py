@@ -13,8 +13,8 @@ from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.nvrtc import CudaKernel
 
 SOURCE = Path(__file__).with_name("kernels") / "stream.cu"
-WARPS = 1
-STAGES = 3
+WARPS = 2
+STAGES = 2
 TILE = 16
 
 
@@ -36,6 +36,7 @@ def launch_stream(
     row_pos: torch.Tensor | None,
     partials: tuple[torch.Tensor, torch.Tensor],
     *,
+    first: bool,
     follows: bool,
     triggers: bool,
 ) -> None:
@@ -49,6 +50,7 @@ def launch_stream(
         row_map: likewise.
         row_pos: likewise.
         partials: values and lse.
+        first: waits for what ran before, but for no more than its end.
         follows: may begin before the kernel in front of it has ended.
         triggers: lets the kernel behind it begin before it ends.
     """
@@ -74,6 +76,7 @@ def launch_stream(
         "HAS_ROW_MAP": int(row_map is not None),
         "HAS_SINKS": int(call.sinks is not None),
         "HAS_LSE": int(call.lse is not None),
+        "FIRST": int(first),
         "WAITS": int(follows),
         "TRIGGERS": int(triggers),
     }
@@ -89,4 +92,4 @@ def launch_stream(
         ctypes.c_int(len(runs)),
     )
     blocks = -(-len(runs) * config.num_kv_heads // WARPS)
-    kernel.launch(blocks, WARPS * 32, arguments, follows=follows)
+    kernel.launch(blocks, WARPS * 32, arguments, follows=follows or first)

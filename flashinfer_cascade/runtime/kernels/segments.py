@@ -170,11 +170,14 @@ def _block_kernel(
     has_row_map: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    first: tl.constexpr,
     waits: tl.constexpr,
     triggers: tl.constexpr,
 ):
     """Blocks of many rows: each item is a tile of rows over a run of KV."""
     group: tl.constexpr = num_heads // num_kv_heads
+    if first:
+        gdc_wait()
     if triggers:
         gdc_launch_dependents()
     head = tl.program_id(0) % num_kv_heads
@@ -303,11 +306,14 @@ def _stream_kernel(
     has_row_map: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    first: tl.constexpr,
     waits: tl.constexpr,
     triggers: tl.constexpr,
 ):
     """Items of few rows: their tiles of KV form one stream, cut into runs of equal length, one a block."""
     group: tl.constexpr = num_heads // num_kv_heads
+    if first:
+        gdc_wait()
     if triggers:
         gdc_launch_dependents()
     head = tl.program_id(0) % num_kv_heads
@@ -403,7 +409,10 @@ def _stream_kernel(
         gdc_wait()
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_map", "partial_indptr", "combined", "sinks", "lse"], do_not_specialize=["v_scale"])
+@triton.jit(
+    do_not_specialize_on_alignment=["row_map", "partial_indptr", "combined", "sinks", "lse"],
+    do_not_specialize=["v_scale"],
+)
 def _combine_kernel(
     partials,
     partial_lse,

@@ -7,7 +7,7 @@
 //
 // The caller defines T_BF16, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE (in
 // elements), COLUMNS (8 or 16: packed query heads), TILE (KV tokens, a multiple of 16), STAGES, WARPS, CAUSAL, CAPPED,
-// HAS_ROW_MAP, HAS_SINKS, HAS_LSE, WAITS, TRIGGERS.
+// HAS_ROW_MAP, HAS_SINKS, HAS_LSE, FIRST, WAITS, TRIGGERS.
 //
 // Source of the fragments' layouts: PTX ISA, "Matrix fragments for mma.m16n8k16" and "ldmatrix".
 
@@ -130,6 +130,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
            u16* __restrict__ partials, float* __restrict__ partial_lse, u16* __restrict__ out, float* __restrict__ lse,
            const float* __restrict__ sinks, float scale, float soft_cap, float v_scale, i64 q_row_stride,
            i64 q_head_stride, i64 out_row_stride, i64 out_head_stride, int num_runs) {
+#if FIRST
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 #if TRIGGERS
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
