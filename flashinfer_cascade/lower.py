@@ -27,7 +27,7 @@ WINDOW = 32
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tiles of the kernels, and what decides who gets which.
+    """The tiles of the kernels, and what decides who gets which. Defaults are those of Triton's kernels.
 
     Attributes:
         num_sms: of the GPU.
@@ -38,12 +38,13 @@ class Tiling:
         short_rows: packed rows of a short tile; a segment of more is wide.
         short_tokens: KV tokens above which a segment of more than narrow_rows is wide.
         narrow_rows: packed rows of a narrow tile.
-        short_tile_tokens, narrow_tokens: KV tokens of a short and of a narrow tile.
+        short_tile_tokens, narrow_tile_tokens: KV tokens of a short and of a narrow tile.
         short_blocks, narrow_blocks: blocks of a stream that one SM runs at once, each number of them more than the one
             before it and used where that makes the longest run shorter by a tenth.
+        min_run_tiles: tiles of a run at least, where KV is cut.
         max_finished: pieces above a narrow item of one row that it merges itself, rather than leave a piece to be merged;
             the kernels that wrote them must have run before.
-        min_run_tiles: tiles of a run at least, where runs are fewer than blocks.
+        is_native: whether narrow items run on the CUDA kernel.
     """
 
     num_sms: int
@@ -55,11 +56,35 @@ class Tiling:
     short_tokens: int = 128
     narrow_rows: int = 16
     short_tile_tokens: int = 32
-    narrow_tokens: int = 32
+    narrow_tile_tokens: int = 32
     short_blocks: tuple[int, ...] = (4,)
     narrow_blocks: tuple[int, ...] = (8,)
-    min_run_tiles: int = 4
+    min_run_tiles: int = 2
     max_finished: int = 0
+    is_native: bool = False
+
+    @classmethod
+    def of(cls, config: CascadeConfig, num_sms: int, is_native: bool) -> Tiling:
+        """The tiles for a configuration.
+
+        Args:
+            config: the attention.
+            num_sms: of the GPU.
+            is_native: whether the CUDA kernel for narrow items can be compiled. It takes KV of 16 bits.
+        """
+        wide_blocks = 2 if config.head_dim <= 128 else 1
+        if not is_native or config.kv_dtype != config.dtype:
+            return cls(num_sms, wide_blocks=wide_blocks)
+        return cls(
+            num_sms,
+            wide_blocks=wide_blocks,
+            narrow_rows=8 if config.group_size <= 8 else 16,
+            narrow_tile_tokens=16,
+            narrow_blocks=(8, 10),
+            min_run_tiles=4,
+            max_finished=2,
+            is_native=True,
+        )
 
     def num_runs(self, blocks_per_sm: int, num_kv_heads: int) -> int:
         """Runs of a stream over each KV head."""
@@ -145,7 +170,9 @@ def lower(
     for may_cut in (True, False):
         chunk = _wide_chunks(config, tiling, num_rows[wide], kv_len[wide], may_cut)
         short_stream = _Stream(config, tiling, tiling.short_tile_tokens, tiling.short_blocks, kv_len[short], may_cut)
-        narrow_stream = _Stream(config, tiling, tiling.narrow_tokens, tiling.narrow_blocks, kv_len[narrow], may_cut)
+        narrow_stream = _Stream(
+            config, tiling, tiling.narrow_tile_tokens, tiling.narrow_blocks, kv_len[narrow], may_cut
+        )
         pieces = np.zeros(len(kv_len), np.int64)
         pieces[wide] = -(-kv_len[wide] // chunk)
         pieces[short], pieces[narrow] = short_stream.pieces, narrow_stream.pieces

@@ -55,6 +55,15 @@ def _nvrtc() -> ctypes.CDLL:
     )
 
 
+def has_nvrtc() -> bool:
+    """Whether kernels can be compiled."""
+    try:
+        _nvrtc()
+    except BackendUnavailableError:
+        return False
+    return True
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -115,14 +124,14 @@ class CudaKernel:
         )
         self._shared_bytes = shared_bytes
 
-    def launch(self, grid: int, threads: int, arguments: Sequence[Any], *, follows: bool) -> None:
+    def launch(self, grid: int, threads: int, arguments: Sequence[Any], *, early: bool) -> None:
         """Launch on the current stream.
 
         Args:
             grid: blocks.
             threads: of a block.
             arguments: ctypes values, in the kernel's order.
-            follows: may begin before the kernel in front of it has ended.
+            early: may begin before the kernel in front of it has ended.
         """
         attribute = _Attribute(id=PROGRAMMATIC_SERIALIZATION, value=1)
         config = _Config(
@@ -131,7 +140,7 @@ class CudaKernel:
             self._shared_bytes,
             torch.cuda.current_stream().cuda_stream,
             ctypes.pointer(attribute),
-            int(follows),
+            int(early),
         )
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), "cuLaunchKernelEx")

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from flashinfer_cascade.config import DTYPE_BYTES, CascadeConfig
-from flashinfer_cascade.lower import FIELDS, Lowered, Tiling
+from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.lower import Tiling
 from flashinfer_cascade.runtime.call import LayerCall
-from flashinfer_cascade.runtime.stream import launch_stream
 from flashinfer_cascade.runtime.kernels.segments import LOG2E, _block_kernel, _combine_kernel, _stream_kernel
+from flashinfer_cascade.runtime.stream import launch_stream
 
+PAGE_SLACK = 256
+"""Numbers behind the last page id that kernels read and do not use."""
 
-STREAM_COLUMNS = 0
-FIRST = True
+MAX_FEW_ROWS = 32
+"""Rows up to which a merge leaves most of the GPU idle, unless each head has a program that reads many pieces at once."""
 
 
 class SegmentArrays(NamedTuple):
-    """A `Lowered` on the device, int32; what has no items is None in an eager run.
+    """A `lower.Lowered` on the device, int32; what an eager run has no items for is None.
 
     Attributes:
-        wide: [*, FIELDS], items; behind them only zeros.
+        wide: [*, FIELDS], items, and only zeros behind them.
         short, short_runs, narrow, narrow_runs, partial_indptr, combined: as in `Lowered`.
-        pages: page ids that items refer to, and at least a tile's more numbers behind them.
+        pages: page ids that items refer to, and PAGE_SLACK more numbers.
         row_map: [num_rows], row of q of each plan row of the part; None is the identity.
         row_pos: [num_rows], for causal parts; else None.
     """
@@ -47,6 +50,23 @@ class Partials(NamedTuple):
 
     values: torch.Tensor
     lse: torch.Tensor
+
+
+class _Order(NamedTuple):
+    """How a launch follows the one before it, with programmatic dependent launch.
+
+    Attributes:
+        first: it waits for all before, once, before it reads anything.
+        waits: it may begin before the one in front of it has ended, and waits for that before it ends itself.
+        triggers: it lets the next one begin.
+    """
+
+    first: bool
+    waits: bool
+    triggers: bool
+
+
+_Launch = Callable[[_Order], None]
 
 
 class SegmentKernels:
@@ -81,73 +101,91 @@ class SegmentKernels:
             wide_blocks: wide items, or those that there is room for.
             combines: whether some row is left to be merged.
         """
-        config, tiling = self._config, self._tiling
-        heads = config.num_kv_heads
-        launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
-        wide, short, narrow = self._arguments(call, arrays, partials)
+        tiling = self._tiling
+        common = self._common(call, arrays, partials)
+        launches: list[_Launch] = []
         if arrays.wide is not None and wide_blocks:
-            options = {
+            launches.append(self._wide(arrays.wide, wide_blocks, common))
+        if arrays.short is not None:
+            tile = tiling.short_rows, tiling.short_tile_tokens
+            launches.append(self._stream(arrays.short, arrays.short_runs, tile, common))
+        if arrays.narrow is not None:
+            if tiling.is_native:
+                launches.append(functools.partial(self._native, call, arrays, partials))
+            else:
+                tile = tiling.narrow_rows, tiling.narrow_tile_tokens
+                launches.append(self._stream(arrays.narrow, arrays.narrow_runs, tile, common))
+        if combines:
+            launches.append(self._combine(call, arrays, partials, num_rows))
+        dependent, last = not self._interpreted, len(launches) - 1
+        for number, launch in enumerate(launches):
+            launch(_Order(dependent and number == 0, dependent and number > 0, dependent and number < last))
+
+    def _wide(self, items: torch.Tensor, blocks: int, common: dict[str, Any]) -> _Launch:
+        tiling = self._tiling
+        return self._triton(
+            _block_kernel,
+            (blocks * self._config.num_kv_heads,),
+            common
+            | {
+                "items": items,
                 "tile_rows": tiling.wide_rows,
                 "tile_tokens": tiling.wide_tokens,
                 "stages": 3,
                 "num_warps": tiling.wide_rows // 16,
-            }
-            launches.append((_block_kernel, (wide_blocks * heads,), wide | options))
-        for items, runs, arguments, rows in (
-            (arrays.short, arrays.short_runs, short, tiling.short_rows),
-            (arrays.narrow, arrays.narrow_runs, narrow, tiling.narrow_rows),
-        ):
-            if items is not None:
-                options = {
-                    "opaque": not self._interpreted,
-                    "tile_rows": rows,
-                    "tile_tokens": tiling.narrow_tokens if rows == tiling.narrow_rows else tiling.short_tile_tokens,
-                    "stages": 2,
-                    "num_warps": 2,
-                }
-                if rows == tiling.narrow_rows:
-                    options["maxnreg"] = 128
-                if STREAM_COLUMNS and rows == tiling.narrow_rows:
-                    launches.append((launch_stream, (), {}))
-                    continue
-                launches.append((_stream_kernel, (len(runs) * heads,), arguments | options))
-        if combines:
-            launches.append(self._combine(call, arrays, partials, num_rows))
-        for number, (kernel, grid, arguments) in enumerate(launches):
-            # Each may begin while the one before it still runs, the first one when all before has ended.
-            follows = number > 0 and not self._interpreted
-            first = FIRST and number == 0 and not self._interpreted
-            arguments["waits"] = follows
-            if kernel is not _combine_kernel:
-                arguments["first"] = first
-                arguments["triggers"] = number < len(launches) - 1 and not self._interpreted
-            if follows or first:
-                arguments["launch_pdl"] = True
-            if self._interpreted:
-                arguments.pop("maxnreg", None)
-            if kernel is launch_stream:
-                tables = arrays.narrow, arrays.narrow_runs, arrays.pages, arrays.partial_indptr
-                launch_stream(
-                    config,
-                    call,
-                    STREAM_COLUMNS,
-                    tables,
-                    arrays.row_map,
-                    arrays.row_pos,
-                    partials,
-                    first=first,
-                    follows=follows,
-                    triggers=arguments["triggers"],
-                )
-                continue
-            kernel[grid](**arguments)
+            },
+        )
 
-    def _arguments(self, call: LayerCall, arrays: SegmentArrays, partials: Partials) -> Sequence[dict[str, Any]]:
+    def _stream(
+        self, items: torch.Tensor, runs: torch.Tensor, tile: tuple[int, int], common: dict[str, Any]
+    ) -> _Launch:
+        options = {"maxnreg": 128} if tile[0] == 16 and not self._interpreted else {}
+        return self._triton(
+            _stream_kernel,
+            (len(runs) * self._config.num_kv_heads,),
+            common
+            | options
+            | {
+                "items": items,
+                "runs": runs,
+                "opaque": not self._interpreted,
+                "tile_rows": tile[0],
+                "tile_tokens": tile[1],
+                "stages": 2,
+                "num_warps": 2,
+            },
+        )
+
+    def _native(self, call: LayerCall, arrays: SegmentArrays, partials: Partials, order: _Order) -> None:
+        assert arrays.narrow is not None
+        tables = arrays.narrow, arrays.narrow_runs, arrays.pages, arrays.partial_indptr
+        launch_stream(
+            self._config,
+            call,
+            self._tiling.narrow_rows,
+            tables,
+            arrays.row_map,
+            arrays.row_pos,
+            partials,
+            first=order.first,
+            waits=order.waits,
+            triggers=order.triggers,
+        )
+
+    def _triton(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> _Launch:
+        def launch(order: _Order) -> None:
+            options = {"launch_pdl": True} if order.first or order.waits else {}
+            flags = {name: value for name, value in order._asdict().items() if name in kernel.arg_names}
+            kernel[grid](**arguments, **flags, **options)
+
+        return launch
+
+    def _common(self, call: LayerCall, arrays: SegmentArrays, partials: Partials) -> dict[str, Any]:
         config = self._config
         k, v = (call.kv_cache[:, 0], call.kv_cache[:, 1]) if isinstance(call.kv_cache, torch.Tensor) else call.kv_cache
         token, head = (1, 2) if config.kv_layout == "NHD" else (2, 1)
         cap, natural = config.logits_soft_cap, config.softmax_scale * call.k_scale
-        common = {
+        return {
             "q": call.q,
             "k_cache": k,
             "v_cache": v,
@@ -180,38 +218,33 @@ class SegmentKernels:
             "has_sinks": call.sinks is not None,
             "has_lse": call.lse is not None,
         }
-        return (
-            common | {"items": arrays.wide},
-            common | {"items": arrays.short, "runs": arrays.short_runs},
-            common | {"items": arrays.narrow, "runs": arrays.narrow_runs},
-        )
 
-    def _combine(
-        self, call: LayerCall, arrays: SegmentArrays, partials: Partials, num_rows: int
-    ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    def _combine(self, call: LayerCall, arrays: SegmentArrays, partials: Partials, num_rows: int) -> _Launch:
         config = self._config
-        # Few rows leave most of the GPU idle: then each head has a program that reads many pieces at once.
-        per_program, at_once, warps = (4, 4, 1) if num_rows > 32 else (1, 32, 4)
+        per_program, at_once, warps = (1, 32, 4) if num_rows <= MAX_FEW_ROWS else (4, 4, 1)
         per_program = min(per_program, triton.next_power_of_2(config.num_qo_heads))
-        arguments = {
-            "partials": partials.values,
-            "partial_lse": partials.lse,
-            "partial_indptr": arrays.partial_indptr,
-            "combined": arrays.combined,
-            "row_map": arrays.row_map,
-            "sinks": call.sinks,
-            "out": call.out,
-            "lse": call.lse,
-            "v_scale": call.v_scale,
-            "out_row_stride": call.out.stride(0),
-            "out_head_stride": call.out.stride(1),
-            "num_heads": config.num_qo_heads,
-            "head_dim": config.head_dim,
-            "heads_per_program": per_program,
-            "pieces_at_once": at_once,
-            "has_row_map": arrays.row_map is not None,
-            "has_sinks": call.sinks is not None,
-            "has_lse": call.lse is not None,
-            "num_warps": warps,
-        }
-        return _combine_kernel, (num_rows, triton.cdiv(config.num_qo_heads, per_program)), arguments
+        return self._triton(
+            _combine_kernel,
+            (num_rows, triton.cdiv(config.num_qo_heads, per_program)),
+            {
+                "partials": partials.values,
+                "partial_lse": partials.lse,
+                "partial_indptr": arrays.partial_indptr,
+                "combined": arrays.combined,
+                "row_map": arrays.row_map,
+                "sinks": call.sinks,
+                "out": call.out,
+                "lse": call.lse,
+                "v_scale": call.v_scale,
+                "out_row_stride": call.out.stride(0),
+                "out_head_stride": call.out.stride(1),
+                "num_heads": config.num_qo_heads,
+                "head_dim": config.head_dim,
+                "heads_per_program": per_program,
+                "pieces_at_once": at_once,
+                "has_row_map": arrays.row_map is not None,
+                "has_sinks": call.sinks is not None,
+                "has_lse": call.lse is not None,
+                "num_warps": warps,
+            },
+        )

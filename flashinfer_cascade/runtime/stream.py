@@ -10,12 +10,17 @@ import torch
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.runtime.call import LayerCall
-from flashinfer_cascade.runtime.nvrtc import CudaKernel
+from flashinfer_cascade.runtime.nvrtc import CudaKernel, has_nvrtc
 
 SOURCE = Path(__file__).with_name("kernels") / "stream.cu"
-WARPS = 2
-STAGES = 2
-TILE = 16
+WARPS, STAGES, TILE = 2, 2, 16
+"""Warps of a block, tiles in the ring of each, KV tokens of a tile: `lower.Tiling.of` counts on them."""
+
+
+@functools.cache
+def is_available(device: int) -> bool:
+    """Whether the kernel can be compiled for a GPU: from sm_80 on, where NVRTC can be loaded."""
+    return torch.cuda.get_device_capability(device)[0] >= 8 and has_nvrtc()
 
 
 @functools.cache
@@ -37,7 +42,7 @@ def launch_stream(
     partials: tuple[torch.Tensor, torch.Tensor],
     *,
     first: bool,
-    follows: bool,
+    waits: bool,
     triggers: bool,
 ) -> None:
     """Launch on the current stream.
@@ -50,8 +55,8 @@ def launch_stream(
         row_map: likewise.
         row_pos: likewise.
         partials: values and lse.
-        first: waits for what ran before, but for no more than its end.
-        follows: may begin before the kernel in front of it has ended.
+        first: waits for all before, once, before it reads anything.
+        waits: may begin before the kernel in front of it has ended, and waits for that before it ends itself.
         triggers: lets the kernel behind it begin before it ends.
     """
     items, runs, pages, partial_indptr = tables
@@ -77,7 +82,7 @@ def launch_stream(
         "HAS_SINKS": int(call.sinks is not None),
         "HAS_LSE": int(call.lse is not None),
         "FIRST": int(first),
-        "WAITS": int(follows),
+        "WAITS": int(waits),
         "TRIGGERS": int(triggers),
     }
     shared_bytes = WARPS * STAGES * (2 * TILE + columns) * config.head_dim * 2
@@ -92,4 +97,4 @@ def launch_stream(
         ctypes.c_int(len(runs)),
     )
     blocks = -(-len(runs) * config.num_kv_heads // WARPS)
-    kernel.launch(blocks, WARPS * 32, arguments, follows=follows or first)
+    kernel.launch(blocks, WARPS * 32, arguments, early=first or waits)

@@ -432,6 +432,7 @@ def _combine_kernel(
     has_row_map: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    first: tl.constexpr,
     waits: tl.constexpr,
 ):
     """All pieces of one row and some of its heads."""
@@ -441,7 +442,7 @@ def _combine_kernel(
     heads = tl.program_id(1) * heads_per_program + tl.arange(0, heads_per_program)
     dims = tl.arange(0, head_dim)
     real = heads < num_heads
-    if waits:
+    if first or waits:
         gdc_wait()
     if count >= 0:
         pieces = tl.arange(0, pieces_at_once)
