@@ -176,6 +176,9 @@ class CascadeMetadataBuilder:
             **paged,
         )
         if not self.is_profile_run:
+            config = runner.attn_state.adapter.config
+            metadata.window_left, metadata.logits_soft_cap = config.window_left, config.logits_soft_cap
+            metadata.sm_scale = config.softmax_scale
             runner.attn_state.plan(metadata)
         return metadata
 

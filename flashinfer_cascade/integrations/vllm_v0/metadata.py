@@ -72,7 +72,7 @@ class CascadeMetadata:
         data_type: of the KV cache.
         q_data_type: of q.
         device: of the model.
-        window_left, logits_soft_cap, sm_scale: of all layers; None in a profile run.
+        window_left, logits_soft_cap, sm_scale: of all layers; not set in a profile run.
         prefill_wrapper, decode_wrapper: one object, once the step has begun; None without such requests.
         plan: of this step; every rank makes the same.
     """
