@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from flashinfer_cascade.capacity import PlanCapacity
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
 from flashinfer_cascade.errors import CascadeError
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.planner import CascadePlanner
 from flashinfer_cascade.profile import DeviceProfile
-from flashinfer_cascade.runtime import Bucket, CascadeRuntime, GraphState
+from flashinfer_cascade.runtime import CascadeRuntime, GraphState
+from flashinfer_cascade.runtime.shapes import make_bucket
 
 
 class EngineAdapter:
@@ -62,7 +64,7 @@ class EngineAdapter:
         """
         missing = sorted({*batch_sizes} - self._states.keys(), reverse=True)
         if missing:
-            states = self.runtime.graph_states([(Bucket("decode", size, size), None) for size in missing])
+            states = self.runtime.graph_states([(make_bucket(self.config, size), None) for size in missing])
             self._states |= zip(missing, states, strict=True)
 
     def graph_size(self, num_requests: int) -> int | None:
@@ -82,8 +84,15 @@ class EngineAdapter:
         Raises:
             CascadeError: nothing is reserved for such a graph.
         """
-        capacity = None if graph is None else self._state(graph).capacity
-        return self.planner.plan(block_tables, seq_lens, qo_lens, capacity=capacity)
+        return self.planner.plan(block_tables, seq_lens, qo_lens, capacity=self.capacity(graph))
+
+    def capacity(self, graph: int | None) -> PlanCapacity | None:
+        """What a graph's plans may use, for plans made elsewhere: by a session, or in a scheduler process.
+
+        Raises:
+            CascadeError: nothing is reserved for such a graph.
+        """
+        return None if graph is None else self._state(graph).capacity
 
     def load(self, plan: CascadePlan, *, graph: int | None = None) -> None:
         """Make a plan the one that layers run, on the current stream: before the forward pass, or before the replay.
