@@ -7,7 +7,14 @@ import torch
 
 from flashinfer_cascade import CascadeConfig, CascadeError, InvalidBatchError, PlannerPolicy
 from flashinfer_cascade.integrations import EngineAdapter
-from flashinfer_cascade.testing import RandomBatch, assert_close, dense_attention, make_kv_cache, make_q, plain_attention
+from flashinfer_cascade.testing import (
+    RandomBatch,
+    assert_close,
+    dense_attention,
+    make_kv_cache,
+    make_q,
+    plain_attention,
+)
 
 FORCED = PlannerPolicy(executor="levels", fold=False)
 BATCH = RandomBatch([[0, 1, 2, 10 + r] for r in range(5)], [14] * 5, [1] * 5)
@@ -73,8 +80,7 @@ def test_plans_of_a_session():
     adapter.reserve([8])
     session = adapter.planner.session()
     for r, table in enumerate(BATCH.block_tables):
-        session.add(r, table, 13)
-    session.step()
+        session.add(r, table, 14, computed_len=13)
     plan = session.plan(capacity=adapter.capacity(8))
     assert plan == adapter.plan(BATCH.block_tables, BATCH.seq_lens, graph=8)
     adapter.load(plan, graph=8)

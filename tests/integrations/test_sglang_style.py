@@ -14,7 +14,13 @@ from flashinfer_cascade.testing import assert_close, dense_attention, make_kv_ca
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "integration.md"
 NUM_SLOTS = 600
 CONFIG = CascadeConfig(
-    num_qo_heads=4, num_kv_heads=2, head_dim=64, page_size=1, dtype="bfloat16", max_batch_size=16, max_kv_pages=NUM_SLOTS
+    num_qo_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    page_size=1,
+    dtype="bfloat16",
+    max_batch_size=16,
+    max_kv_pages=NUM_SLOTS,
 )
 
 

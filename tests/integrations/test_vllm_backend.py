@@ -117,7 +117,7 @@ def test_a_model_without_layers_of_this_backend(v0):
 
 
 def test_multi_step_is_refused(v0):
-    with pytest.raises(UnsupportedError, match="num_scheduler_steps=8.*start vLLM with num_scheduler_steps=1"):
+    with pytest.raises(UnsupportedError, match=r"num_scheduler_steps=8: .* start vLLM with num_scheduler_steps=1"):
         v0.Runner(num_scheduler_steps=8)
     runner = v0.Runner()
     runner.init_cache()
