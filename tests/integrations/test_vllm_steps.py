@@ -154,6 +154,18 @@ def test_capture_metadata_is_of_rows_that_do_nothing(v0):
     assert metadata.prefill_metadata is None
     assert runner.graphs[8].input_buffers.keys() == {"slot_mapping"}
     assert runner.attn_state.adapter.graph_sizes == [1, 2, 4, 8, 16, 24]
+    clones = [graph.attn_state for graph in runner.graphs.values()]
+    assert all(clone.adapter is runner.attn_state.adapter for clone in clones)
+
+
+def test_prompts_never_run_in_a_graph(v0):
+    """Even if padded for one, as with several steps at once."""
+    runner = v0.Runner()
+    runner.init_cache()
+    runner.capture()
+    metadata = runner.prepare([v0.Group([v0.Seq(0, 6, 0, [1, 2])], True, chunk=6), *decodes(v0, 2)]).attn_metadata
+    metadata.use_cuda_graph = True
+    assert metadata.graph is None
 
 
 def test_sizes_of_graphs_that_vllm_names(v0):
