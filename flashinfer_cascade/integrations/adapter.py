@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from flashinfer_cascade.capacity import PlanCapacity
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
 from flashinfer_cascade.errors import CascadeError
 from flashinfer_cascade.plan import CascadePlan
@@ -84,15 +83,8 @@ class EngineAdapter:
         Raises:
             CascadeError: nothing is reserved for such a graph.
         """
-        return self.planner.plan(block_tables, seq_lens, qo_lens, capacity=self.capacity(graph))
-
-    def capacity(self, graph: int | None) -> PlanCapacity | None:
-        """What a graph's plans may use, for plans made elsewhere: by a session, or in a scheduler process.
-
-        Raises:
-            CascadeError: nothing is reserved for such a graph.
-        """
-        return None if graph is None else self._state(graph).capacity
+        capacity = None if graph is None else self.graph_state(graph).capacity
+        return self.planner.plan(block_tables, seq_lens, qo_lens, capacity=capacity)
 
     def load(self, plan: CascadePlan, *, graph: int | None = None) -> None:
         """Make a plan the one that layers run, on the current stream: before the forward pass, or before the replay.
@@ -103,7 +95,7 @@ class EngineAdapter:
         if graph is None:
             self.runtime.load(plan)
         else:
-            self._state(graph).load(plan)
+            self.graph_state(graph).load(plan)
 
     def attention(self, *, graph: int | None = None) -> Callable[..., Any]:
         """What a layer calls: `CascadeRuntime.run`, or the `GraphState.run` to capture for a batch size.
@@ -111,9 +103,14 @@ class EngineAdapter:
         Raises:
             CascadeError: nothing is reserved for such a graph.
         """
-        return self.runtime.run if graph is None else self._state(graph).run
+        return self.runtime.run if graph is None else self.graph_state(graph).run
 
-    def _state(self, batch_size: int) -> GraphState:
+    def graph_state(self, batch_size: int) -> GraphState:
+        """What a graph reads; its `capacity` is for plans made elsewhere, by a session or in a scheduler process.
+
+        Raises:
+            CascadeError: nothing is reserved for such a graph.
+        """
         state = self._states.get(batch_size)
         if state is None:
             raise CascadeError(

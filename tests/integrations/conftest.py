@@ -73,7 +73,7 @@ class InputBuilder:
         self.decode_only = True
 
     def prepare(self) -> None:
-        """From 0.7.3 on."""
+        """From 0.7 on, where one builder serves all steps."""
         self.inter_data_list, self.decode_only = [], True
         self.attn_metadata_builder.prepare()
 
@@ -301,12 +301,10 @@ class Runner:
 
     def prepare(self, groups: list[Group]) -> SimpleNamespace:
         """prepare_model_input: prompts first."""
-        if self.version == "0.10.0" and self.builder is not None:
-            self.builder.prepare()
-        else:
+        if self.version == "0.6.3" or self.builder is None:
             self.builder = InputBuilder(self)
-            if self.version != "0.6.3":
-                self.builder.prepare()
+        if self.version != "0.6.3":
+            self.builder.prepare()
         for group in groups:
             self.builder.add_seq_group(group)
         return self.builder.build()

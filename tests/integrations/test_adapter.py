@@ -67,7 +67,7 @@ def test_graphs_that_are_not_there():
         lambda: adapter.plan(BATCH.block_tables, BATCH.seq_lens, graph=8),
         lambda: adapter.load(plan, graph=8),
         lambda: adapter.attention(graph=8),
-        lambda: adapter.capacity(8),
+        lambda: adapter.graph_state(8),
     ):
         with pytest.raises(CascadeError, match=r"no graph of batch size 8 is reserved, only \[4\]: call reserve"):
             call()
@@ -81,7 +81,7 @@ def test_plans_of_a_session():
     session = adapter.planner.session()
     for r, table in enumerate(BATCH.block_tables):
         session.add(r, table, 14, computed_len=13)
-    plan = session.plan(capacity=adapter.capacity(8))
+    plan = session.plan(capacity=adapter.graph_state(8).capacity)
     assert plan == adapter.plan(BATCH.block_tables, BATCH.seq_lens, graph=8)
     adapter.load(plan, graph=8)
     q = make_q(CFG, 8)
@@ -105,4 +105,10 @@ def test_the_operator_for_compiled_models():
     adapter = EngineAdapter(CFG, "cpu", policy=FORCED)
     adapter.load(adapter.plan(*BATCH))
     q = make_q(CFG, 5)
-    assert torch.equal(ops.attention(adapter.runtime.number, q, CACHE), adapter.attention()(q, CACHE))
+    number, expected = adapter.runtime.number, adapter.attention()(q, CACHE)
+    assert torch.equal(ops.attention(number, q, CACHE), expected)
+    adapter.reserve([5])
+    with adapter.runtime.using(adapter.graph_state(5)):
+        assert not ops.attention(number, q, CACHE).any(), "in a graph that nothing was loaded for"
+        adapter.load(adapter.plan(*BATCH, graph=5), graph=5)
+        assert torch.equal(ops.attention(number, q, CACHE), expected)

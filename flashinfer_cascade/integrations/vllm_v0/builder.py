@@ -18,7 +18,7 @@ from flashinfer_cascade.integrations.vllm_v0.state import NOWHERE
 class CascadeMetadataBuilder:
     """Fills one metadata at a time: `prepare`, then `build`.
 
-    Until 0.7.2 vLLM makes a builder for each step and does not call `prepare`, later it keeps one.
+    Until 0.6 vLLM makes a builder for each step and never calls `prepare`; later it keeps one.
 
     Args:
         input_builder: vLLM's, or a weak proxy of it.
