@@ -1,5 +1,7 @@
 """A scheduler process plans without torch, flashinfer or anything heavy; the public names are all there."""
 
+import ast
+import pathlib
 import subprocess
 import sys
 
@@ -44,6 +46,37 @@ def test_planning_imports_neither_torch_nor_flashinfer():
     )
     assert out.returncode == 0, out.stderr
     assert out.stdout.startswith("BackendUnavailableError to_flashinfer needs torch")
+
+
+PACKAGE = pathlib.Path(flashinfer_cascade.__file__).parent
+INTEGRATIONS = sorted((PACKAGE / "integrations").rglob("*.py"))
+
+
+def imported(path):
+    """Modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relative to itself"
+            yield node.module
+
+
+@pytest.mark.parametrize("path", INTEGRATIONS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_integrations_never_import_their_engine(path):
+    allowed = sys.stdlib_module_names | {"numpy", "torch", "flashinfer_cascade"}
+    assert {name for name in imported(path) if name.split(".")[0] not in allowed} == set()
+
+
+def test_nothing_but_tools_imports_integrations():
+    importers = {
+        str(path.relative_to(PACKAGE)).split("/")[0]
+        for path in PACKAGE.rglob("*.py")
+        if path not in INTEGRATIONS
+        for name in imported(path)
+        if name.startswith("flashinfer_cascade.integrations")
+    }
+    assert importers <= {"bench", "cli.py", "doctor.py"}
 
 
 def test_all_names_exist_and_are_sorted():
