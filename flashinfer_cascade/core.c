@@ -26,7 +26,7 @@ typedef struct {
     double fa3_block_us, fa3_token_us;
     double decode_block_ps, decode_token_ps;
     double segment_partial_ps, segment_launch_us;
-    double segment_item_ps[2], segment_token_ps[2]; /* of a narrow and of a wide tile */
+    double segment_item_ps[2], segment_token_ps[2], segment_lone_block[2]; /* of a narrow and of a wide tile */
     double block_us[NUM_TILES], token_us[NUM_TILES], lone_block[NUM_TILES];
     double block_ps[NUM_TILES], token_ps[NUM_TILES];
     double level_weights[NUM_WEIGHTS];
@@ -35,6 +35,7 @@ typedef struct {
     i64 blocks_per_sm, min_split_tokens, fa3_min_rows, decode_blocks_per_sm;
     i64 has_fa3, has_decode, decode_group, fold, forced, max_levels;
     i64 narrow_rows, rows_per_tile, rates_levels, rates_segments;
+    i64 segment_blocks_per_sm[2], segment_min_tokens[2];
 } model;
 
 /* A forest in one block: forest.PrefixForest.block. */
@@ -262,24 +263,46 @@ static void item_costs(const model *m, i64 rows, double *fixed, double *per_toke
 }
 
 /* SegmentCost.predict */
+typedef struct {
+    double work;
+    i64 tokens, longest, any; /* of the kind's segments: tokens times tiles, and the most of one */
+} kind_of_segment;
+
+static void add_segment(const model *m, i64 rows, i64 tokens, kind_of_segment *kinds) {
+    int wide = rows * m->group_size > m->narrow_rows;
+    kind_of_segment *k = kinds + wide;
+    double fixed, per_token;
+    item_costs(m, rows, &fixed, &per_token);
+    k->work += (fixed + per_token * (double)tokens) * (double)m->num_kv_heads;
+    k->tokens += (wide ? ceil_div(rows, m->rows_per_tile) : 1) * tokens;
+    k->longest = max_of(k->longest, tokens);
+    k->any = 1;
+}
+
 static double segments_us(const model *m, const forest *f, const cut *c, const i64 *rows, const i64 *row_indptr,
                           const i64 *context) {
-    double work = 0.0, fixed, per_token;
+    kind_of_segment kinds[2] = {{0}, {0}};
     i64 partials = 0, page = m->page_size;
     for (i64 v = 0; v < f->nodes; v++) {
         if (!c->kept[v]) continue;
         i64 node_rows = row_indptr[f->end[v]] - row_indptr[f->begin[v]];
-        item_costs(m, node_rows, &fixed, &per_token);
-        work += fixed + per_token * (double)((f->page_begin[v] + f->num_pages[v] - c->node_start[v]) * page);
+        add_segment(m, node_rows, (f->page_begin[v] + f->num_pages[v] - c->node_start[v]) * page, kinds);
         partials += node_rows;
     }
-    if (partials) partials += row_indptr[f->n];
-    for (i64 i = 0; i < f->n; i++) {
-        item_costs(m, rows[i], &fixed, &per_token);
-        work += fixed + per_token * (double)max_of(context[i] - c->tail_start[i] * page - rows[i] / 2, 0);
+    for (i64 i = 0; i < f->n; i++)
+        add_segment(m, rows[i], max_of(context[i] - c->tail_start[i] * page - rows[i] / 2, 0), kinds);
+    double us = m->segment_launch_us;
+    for (int wide = 1; wide >= 0; wide--) {
+        const kind_of_segment *k = kinds + wide;
+        if (!k->any) continue;
+        double busy = k->work * 1e-6 / (double)m->num_sms;
+        double slots = (double)(m->segment_blocks_per_sm[wide] * m->num_sms);
+        double share = (double)(k->tokens * m->num_kv_heads) / slots, least = (double)m->segment_min_tokens[wide];
+        double longest = share > least ? share : least;
+        if ((double)k->longest < longest) longest = (double)k->longest;
+        us += longer(busy, longest * m->segment_token_ps[wide] * 1e-6 * m->segment_lone_block[wide]);
     }
-    work *= (double)m->num_kv_heads;
-    return (work + (double)partials * m->segment_partial_ps) * 1e-6 / (double)m->num_sms + m->segment_launch_us;
+    return us + (double)partials * m->segment_partial_ps * 1e-6 / (double)m->num_sms;
 }
 
 /* CostModel.fold_costs, or those of SegmentCost, and fold.best_cuts: masks is uint8[MAX_CANDIDATES, nodes].

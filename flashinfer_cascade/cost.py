@@ -197,7 +197,7 @@ class CostModel:
         mean = tokens / blocks
         waves = -(-blocks // (BLOCKS_PER_SM * p.num_sms))
         alone_us = (mean * waves + longest - mean) * self.token_us[tile] * p.lone_block[tile]
-        us = p.launch_us + _longer(max(busy_us, alone_us), launch.hbm_tokens * self.hbm_us_per_token)
+        us = p.launch_us + longer(max(busy_us, alone_us), launch.hbm_tokens * self.hbm_us_per_token)
         if is_cut:
             us += p.split_us + num_rows * self.row_heads_at_128 * p.split_row_ns * 1e-3
         return us, is_cut
@@ -234,7 +234,7 @@ class CostModel:
         mean = int(tiles @ launch.tokens) * config.num_qo_heads / blocks
         waves = -(-blocks // p.num_sms)
         busy_us = waves * p.fa3_block_us + (mean * waves + int(launch.tokens.max()) - mean) * self.fa3_token_us
-        return p.launch_us + _longer(busy_us, launch.hbm_tokens * self.hbm_us_per_token)
+        return p.launch_us + longer(busy_us, launch.hbm_tokens * self.hbm_us_per_token)
 
     def flat(self, shape: PartShape) -> tuple[float, tuple[Backend, ...]]:
         """No cascade: one launch in which every request reads its whole context."""
@@ -270,7 +270,7 @@ class CostModel:
         tokens = int(launch.tokens.sum()) * config.num_kv_heads
         busy_us = (blocks * self.decode_block_us + tokens * self.decode_token_us) / p.num_sms
         alone_us = longest * self.decode_token_us * p.decode_lone_block
-        return p.decode_launch_us + _longer(max(busy_us, alone_us), launch.hbm_tokens * self.hbm_us_per_token)
+        return p.decode_launch_us + longer(max(busy_us, alone_us), launch.hbm_tokens * self.hbm_us_per_token)
 
     def stock(self, shape: PartShape, cut: Cut) -> tuple[float, tuple[Backend, ...]]:
         """A cascade on FlashInfer's own multi-level wrapper, forced to fa2: zero-fills and a merge for each level."""
@@ -343,7 +343,7 @@ class CostModel:
         return tiles * self.block_ps[tile], tiles * self.token_ps[tile]
 
 
-def _longer(a: float, b: float) -> float:
+def longer(a: float, b: float) -> float:
     """The longer of two times that overlap imperfectly: their 4-norm."""
     # Products and square roots are exact to the last bit on every processor; powers are not.
     a, b = a * a, b * b

@@ -32,7 +32,8 @@ from flashinfer_cascade.cost import (
 from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.fold import Cut
 from flashinfer_cascade.forest import PrefixForest
-from flashinfer_cascade.segment_cost import NARROW_ROWS, SegmentCost
+from flashinfer_cascade.segment_cost import BLOCKS_PER_SM as SEGMENT_BLOCKS_PER_SM
+from flashinfer_cascade.segment_cost import MIN_TOKENS, NARROW_ROWS, SegmentCost
 
 SOURCE, LIBRARY = (Path(__file__).with_name(name) for name in ("core.c", "_core.so"))
 BACKENDS: tuple[Backend, ...] = ("fa2", "fa2_uncut", "fa3", "decode", "segments")
@@ -65,7 +66,7 @@ class Model(ctypes.Structure):
         *((name, _F64) for name in ("decode_launch_us", "decode_lone_block", "fa3_block_us", "fa3_token_us")),
         *((name, _F64) for name in ("decode_block_ps", "decode_token_ps")),
         *((name, _F64) for name in ("segment_partial_ps", "segment_launch_us")),
-        *((name, _F64 * 2) for name in ("segment_item_ps", "segment_token_ps")),
+        *((name, _F64 * 2) for name in ("segment_item_ps", "segment_token_ps", "segment_lone_block")),
         *((name, _F64 * len(TILES)) for name in ("block_us", "token_us", "lone_block", "block_ps", "token_ps")),
         ("level_weights", _F64 * len(LEVEL_WEIGHTS)),
         ("tiles", _I64 * len(TILES)),
@@ -75,6 +76,7 @@ class Model(ctypes.Structure):
         *((name, _I64) for name in ("decode_blocks_per_sm", "has_fa3", "has_decode", "decode_group", "fold")),
         *((name, _I64) for name in ("forced", "max_levels", "narrow_rows", "rows_per_tile")),
         *((name, _I64) for name in ("rates_levels", "rates_segments")),
+        *((name, _I64 * 2) for name in ("segment_blocks_per_sm", "segment_min_tokens")),
     )
 
 
@@ -172,6 +174,9 @@ class Rater:
             "segment_launch_us": p.segment_launch_us,
             "segment_item_ps": tuple(segments.item_ps),
             "segment_token_ps": tuple(segments.token_ps),
+            "segment_lone_block": p.segment_lone_block,
+            "segment_blocks_per_sm": SEGMENT_BLOCKS_PER_SM,
+            "segment_min_tokens": MIN_TOKENS,
             "narrow_rows": NARROW_ROWS,
             "rows_per_tile": segments.rows_per_tile,
             "rates_levels": rates_levels,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.forest import PrefixForest
-from flashinfer_cascade.native import Rater, Status
+from flashinfer_cascade.native import BACKENDS, Rated, Rater, Status
 from flashinfer_cascade.pages import PageView
 
 MAX_PARTS = 2
@@ -132,7 +132,7 @@ class Grower:
         self._step, self._num, self._cascade, self._is_flat = core.fic_steady, len(slots), cascade, is_flat
         self._before, self._rated, self._size = before, np.empty_like(rated), 2 * len(growth) - len(slots)
         scratch = np.empty(4 * len(slots) + 3, np.int64)
-        self._head, self._times = self._rated[:5], self._rated[:2].view(np.float64)
+        self._head, self._times = self._rated[:6], self._rated[:2].view(np.float64)
         self._kept_alive = rater, state, slots, forest, rated, growth, scratch  # C is told where they lie
         self._address = before.ctypes.data
         self._first = rater.address, state.address, slots.ctypes.data, len(slots), forest.address, forest.num_nodes
@@ -149,7 +149,8 @@ class Grower:
         num, end = self._num, len(grown) - self._middle[1]
         return grown[:num], grown[num:end], grown[end:], STATUSES[status]
 
-    def predicted(self) -> tuple[float, float, int]:
-        """Microseconds of flat attention and of the cascade, and tokens left, as rated last."""
+    def predicted(self, status: Status) -> Rated:
+        """What was rated last, without its cut."""
         flat_us, us = self._times.tolist()
-        return flat_us, us, int(self._head[4])
+        backends = (BACKENDS[int(self._head[5])],) if status == Status.FOUND else ()
+        return Rated(status, int(self._head[4]), flat_us, (), us, backends)

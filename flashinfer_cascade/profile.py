@@ -54,12 +54,15 @@ class DeviceProfile(BaseModel):
         description="SM time of a narrow and of a wide tile of the segments executor, apart from KV",
     )
     segment_token_ns: tuple[_Positive, _Positive] = Field(
-        default=(15.3, 10.2), description="and per token and KV head, at head_dim 128 and 16-bit KV"
+        default=(15.2, 10.2), description="and per token and KV head, at head_dim 128 and 16-bit KV"
     )
     segment_partial_ns: _Time = Field(
-        default=75, description="SM time of a partial result, per row and KV head of 4 query heads at head_dim 128"
+        default=150, description="SM time of a partial result, per row and KV head of 4 query heads at head_dim 128"
     )
-    segment_launch_us: _Time = Field(default=4.0, description="fixed time of the segments executor")
+    segment_lone_block: tuple[_Positive, _Positive] = Field(
+        default=(3.3, 1.45), description="time a token takes in one block, in units of its SM time"
+    )
+    segment_launch_us: _Time = Field(default=5.5, description="fixed time of the segments executor")
 
 
 # The H200's constants are fitted. The others keep its per-tile constants and take their rates from datasheets,

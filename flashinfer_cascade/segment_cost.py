@@ -1,7 +1,8 @@
 """Predicted GPU time of the segments executor.
 
-Its kernels keep every SM busy with blocks of one tile, whatever the tree, so that a part takes the sum of its segments'
-SM time, spread over the SMs; then what its partial results cost, and a fixed time for its launches.
+Two kinds of kernels run one after the other, each with blocks of one tile, whatever the tree: wide ones, and narrow ones.
+Each takes the sum of its segments' SM time, spread over the SMs, or as long as its longest block takes, or a little
+more where these are alike. Partial results come on top, and a fixed time.
 
 Source: the kernels' own measured times; docs/cost_model.md.
 """
@@ -14,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashinfer_cascade.config import DTYPE_BYTES, CascadeConfig
-from flashinfer_cascade.cost import PartShape
+from flashinfer_cascade.cost import PartShape, longer
 from flashinfer_cascade.csr import Int64Array
 from flashinfer_cascade.fold import Cut, FoldCosts
 from flashinfer_cascade.profile import DeviceProfile
 
 NARROW_ROWS, WIDE_ROWS = 16, 64
 """Packed query rows of the tiles that the time of a segment is reckoned in."""
+
+BLOCKS_PER_SM, MIN_TOKENS = (8, 2), (64, 384)
+"""Narrow and wide blocks that an SM runs at once, and tokens below which their KV is not cut."""
 
 MAX_GROUP_SIZE = 16
 """Query heads of a KV head that fit the narrow tile."""
@@ -67,10 +71,22 @@ class SegmentCost:
         """Microseconds of a cut, which may keep no node."""
         forest, page, p = shape.forest, self.config.page_size, self.profile
         kept = cut.kept.nonzero()[0]
-        tokens = (forest.page_begin[kept] + forest.num_pages[kept] - cut.node_start[kept]) * page
-        fixed, per_token = self._item_costs(shape.node_rows[kept])
-        own_fixed, own_token = self._item_costs(shape.rows)
-        own = shape.seen(shape.context - cut.tail_start * page)
-        work = int(fixed.sum() + per_token @ tokens) + int(own_fixed.sum() + own_token @ own)
-        partials = int(shape.node_rows[kept].sum()) + int(shape.row_indptr[-1]) if len(kept) else 0
-        return (work + partials * self.partial_ps) * 1e-6 / p.num_sms + p.segment_launch_us
+        node_tokens = (forest.page_begin[kept] + forest.num_pages[kept] - cut.node_start[kept]) * page
+        own_tokens = shape.seen(shape.context - cut.tail_start * page)
+        rows = np.concatenate((shape.node_rows[kept], shape.rows))
+        tokens = np.concatenate((node_tokens, own_tokens))
+        fixed, per_token = self._item_costs(rows)
+        work_ps = fixed + per_token * tokens
+        is_wide = rows * self.config.group_size > NARROW_ROWS
+        us = p.segment_launch_us
+        for kind in (1, 0):  # as they run
+            of = is_wide == kind
+            if of.any():
+                busy_us = int(work_ps[of].sum()) * 1e-6 / p.num_sms
+                tiles = -(-rows[of] // self.rows_per_tile) if kind else np.ones(int(of.sum()), np.int64)
+                slots = BLOCKS_PER_SM[kind] * p.num_sms
+                share = max(MIN_TOKENS[kind], int(tiles @ tokens[of]) * self.config.num_kv_heads / slots)
+                longest = min(share, int(tokens[of].max()))
+                us += longer(busy_us, longest * float(self.token_ps[kind]) * 1e-6 * p.segment_lone_block[kind])
+        partials = int(shape.node_rows[kept].sum())
+        return us + partials * self.partial_ps * 1e-6 / p.num_sms

@@ -12,7 +12,7 @@ from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
 from flashinfer_cascade.layout import Choice
-from flashinfer_cascade.native import Rated, Status
+from flashinfer_cascade.native import Status
 from flashinfer_cascade.native_session import Grower, State
 from flashinfer_cascade.pages import PagePool
 from flashinfer_cascade.plan import CascadePlan, PlanPart
@@ -136,8 +136,8 @@ class Steady:
         if self._choice_left < 0:
             if status not in (Status.FOUND, Status.NOTHING_PAYS):
                 return None
-            flat_us, us, self._choice_left = grower.predicted()
-            rated = Rated(status, self._choice_left, flat_us, (), us, self._choice.backends)
+            rated = grower.predicted(status)
+            self._choice_left = rated.tokens_left
             executor, reason, predicted = self._chooser.conclude(
                 self._why_flat, rated, self._choice.forest.num_nodes > 0
             )
