@@ -14,6 +14,9 @@ from flashinfer_cascade.errors import CapacityError
 ALIGNMENT = 4
 """Entries: arrays begin at multiples of 16 bytes, as torch's own allocations do."""
 
+PAGE_SLACK = 256
+"""Entries behind the last page id that the segments' kernels read and do not use."""
+
 
 class StagingBuffer:
     """Copies a plan's int32 arrays to the device in one transfer, and owns where they lie there.
@@ -37,8 +40,8 @@ class StagingBuffer:
 
     @classmethod
     def for_config(cls, config: CascadeConfig, device: torch.device) -> StagingBuffer:
-        """Large enough for any batch that `config` admits: its page ids and its row order."""
-        return cls(config.max_kv_indices + config.max_num_rows + 2 * ALIGNMENT, device)
+        """Large enough for any batch that `config` admits: its page ids and its row order, and PAGE_SLACK."""
+        return cls(config.max_kv_indices + config.max_num_rows + 2 * ALIGNMENT + PAGE_SLACK, device)
 
     def copy(self, arrays: Sequence[Int32Array]) -> list[torch.Tensor]:
         """Copy on the current stream; the result's tensors are views of `on_device`, valid until the next copy.

@@ -14,6 +14,7 @@ from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.graph_levels import CapturedLevels, GraphBuffers
 from flashinfer_cascade.runtime.launch import float_workspace_bytes, has_fa3, import_flashinfer
 from flashinfer_cascade.runtime.levels import LevelsExecutor
+from flashinfer_cascade.runtime.segments import SegmentsExecutor
 from flashinfer_cascade.runtime.shapes import (
     AnyShape,
     Bucket,
@@ -25,9 +26,11 @@ from flashinfer_cascade.runtime.shapes import (
 )
 from flashinfer_cascade.runtime.stock import CapturedStock, StockExecutor
 
+AnyExecutor = LevelsExecutor | SegmentsExecutor | StockExecutor
+
 
 class GpuExecutors:
-    """Loads plans onto a GPU and runs their parts on FlashInfer.
+    """Loads plans onto a GPU and runs their parts.
 
     Loading and running may happen on different streams: a run waits for the load before it, and a load for the runs
     before it.
@@ -58,7 +61,8 @@ class GpuExecutors:
             self._loaded = torch.cuda.Event()
         self._levels: list[LevelsExecutor] = []
         self._stock: list[StockExecutor] = []
-        self._active: list[LevelsExecutor | StockExecutor] = []
+        self._segments: list[SegmentsExecutor] = []
+        self._active: list[AnyExecutor] = []
         self._stream: torch.cuda.Stream | None = None
         self._elsewhere: dict[torch.cuda.Stream, torch.cuda.Event] = {}
 
@@ -87,8 +91,12 @@ class GpuExecutors:
                 self._stream = stream
         return [part.executor for part in plan.parts]
 
-    def _executor(self, number: int, name: Executor) -> LevelsExecutor | StockExecutor:
+    def _executor(self, number: int, name: Executor) -> AnyExecutor:
         """Executors are kept from plan to plan, one of each kind for every part that a plan may have."""
+        if name == "segments":
+            while len(self._segments) <= number:
+                self._segments.append(SegmentsExecutor(self._config, self.device))
+            return self._segments[number]
         if name == "stock":
             while len(self._stock) <= number:
                 self._stock.append(StockExecutor(self._config, self._workspace))

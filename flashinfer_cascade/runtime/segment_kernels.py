@@ -15,9 +15,6 @@ from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.kernels.segments import LOG2E, _block_kernel, _combine_kernel, _stream_kernel
 from flashinfer_cascade.runtime.stream import launch_stream
 
-PAGE_SLACK = 256
-"""Numbers behind the last page id that kernels read and do not use."""
-
 MAX_FEW_ROWS = 32
 """Rows up to which a merge leaves most of the GPU idle, unless each head has a program that reads many pieces at once."""
 
@@ -26,14 +23,16 @@ class SegmentArrays(NamedTuple):
     """A `lower.Lowered` on the device, int32; what an eager run has no items for is None.
 
     Attributes:
-        wide: [*, FIELDS], items, and only zeros behind them.
+        wide: [*, FIELDS], items.
+        num_wide: [1], their number, where that may change from one run to the next; else None: it is wide's length.
         short, short_runs, narrow, narrow_runs, partial_indptr, combined: as in `Lowered`.
-        pages: page ids that items refer to, and PAGE_SLACK more numbers.
+        pages: page ids that items refer to, and `buffers.PAGE_SLACK` more numbers.
         row_map: [num_rows], row of q of each plan row of the part; None is the identity.
         row_pos: [num_rows], for causal parts; else None.
     """
 
     wide: torch.Tensor | None
+    num_wide: torch.Tensor | None
     short: torch.Tensor | None
     short_runs: torch.Tensor
     narrow: torch.Tensor | None
@@ -75,11 +74,15 @@ class SegmentKernels:
     Args:
         config: the attention.
         tiling: what parts are lowered for.
-        interpreted: run by Triton's interpreter, which knows no dependent launches.
+        interpreted: run by Triton's interpreter.
+        dependent: use programmatic dependent launches, which GPUs have from sm_90 on.
     """
 
-    def __init__(self, config: CascadeConfig, tiling: Tiling, *, interpreted: bool = False) -> None:
+    def __init__(
+        self, config: CascadeConfig, tiling: Tiling, *, interpreted: bool = False, dependent: bool = True
+    ) -> None:
         self._config, self._tiling, self._interpreted = config, tiling, interpreted
+        self._dependent = dependent and not interpreted
 
     def run(
         self,
@@ -88,7 +91,6 @@ class SegmentKernels:
         partials: Partials,
         *,
         num_rows: int,
-        wide_blocks: int,
         combines: bool,
     ) -> None:
         """Attend for the part's rows of q; writes exactly these rows of ``out`` and ``lse``.
@@ -98,14 +100,13 @@ class SegmentKernels:
             arrays: the part.
             partials: room for its pieces.
             num_rows: of the part.
-            wide_blocks: wide items, or those that there is room for.
             combines: whether some row is left to be merged.
         """
         tiling = self._tiling
         common = self._common(call, arrays, partials)
         launches: list[_Launch] = []
-        if arrays.wide is not None and wide_blocks:
-            launches.append(self._wide(arrays.wide, wide_blocks, common))
+        if arrays.wide is not None:
+            launches.append(self._wide(arrays.wide, arrays.num_wide, common))
         if arrays.short is not None:
             tile = tiling.short_rows, tiling.short_tile_tokens
             launches.append(self._stream(arrays.short, arrays.short_runs, tile, common))
@@ -117,18 +118,23 @@ class SegmentKernels:
                 launches.append(self._stream(arrays.narrow, arrays.narrow_runs, tile, common))
         if combines:
             launches.append(self._combine(call, arrays, partials, num_rows))
-        dependent, last = not self._interpreted, len(launches) - 1
+        dependent, last = self._dependent, len(launches) - 1
         for number, launch in enumerate(launches):
             launch(_Order(dependent and number == 0, dependent and number > 0, dependent and number < last))
 
-    def _wide(self, items: torch.Tensor, blocks: int, common: dict[str, Any]) -> _Launch:
+    def _wide(self, items: torch.Tensor, count: torch.Tensor | None, common: dict[str, Any]) -> _Launch:
         tiling = self._tiling
+        blocks = len(items)
+        if count is not None:
+            blocks = min(blocks, max(tiling.num_runs(tiling.wide_blocks, self._config.num_kv_heads), 1))
         return self._triton(
             _block_kernel,
             (blocks * self._config.num_kv_heads,),
             common
             | {
                 "items": items,
+                "count": count,
+                "loops": count is not None,
                 "tile_rows": tiling.wide_rows,
                 "tile_tokens": tiling.wide_tokens,
                 "stages": 3,

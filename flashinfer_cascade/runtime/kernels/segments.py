@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -129,16 +128,17 @@ def _finish(
 # What changes from batch to batch, or from layer to layer, must not be specialised on.
 _UNSPECIALISED: dict[str, Any] = {
     "do_not_specialize": ["scale", "soft_cap", "v_scale"],
-    "do_not_specialize_on_alignment": ["items", "runs", "pages", "row_map", "row_pos", "partial_indptr"],
+    "do_not_specialize_on_alignment": ["items", "count", "runs", "pages", "row_map", "row_pos", "partial_indptr"],
 }
 
 
-@triton.jit(**_UNSPECIALISED)
-def _block_kernel(
+@triton.jit
+def _block(
+    item,
+    head,
     q,
     k_cache,
     v_cache,
-    items,
     pages,
     row_map,
     row_pos,
@@ -170,18 +170,9 @@ def _block_kernel(
     has_row_map: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
-    first: tl.constexpr,
-    waits: tl.constexpr,
-    triggers: tl.constexpr,
 ):
-    """Blocks of many rows: each item is a tile of rows over a run of KV."""
+    """One item over one KV head."""
     group: tl.constexpr = num_heads // num_kv_heads
-    if first:
-        gdc_wait()
-    if triggers:
-        gdc_launch_dependents()
-    head = tl.program_id(0) % num_kv_heads
-    item = items + tl.program_id(0) // num_kv_heads * FIELDS
     first_row = tl.load(item)
     num_rows = tl.load(item + 1)
     first_page = pages + tl.load(item + 2)
@@ -190,75 +181,206 @@ def _block_kernel(
     full_end = begin + (tl.load(item + 5) - begin) // tile_tokens * tile_tokens
     slot = tl.load(item + 6)
     kv_start = tl.load(item + 7)
-    if num_rows > 0:
-        k_head = k_cache + head * head_stride
-        v_head = v_cache + head * head_stride
-        packed = tl.arange(0, tile_rows)
-        heads = head * group + packed % group
-        tokens = tl.arange(0, tile_tokens)
-        dims = tl.arange(0, head_dim)
-        rows = first_row + packed // group
-        real = packed < num_rows * group
-        # Page ids are read a tile ahead: behind the last one lie numbers that are not used.
-        page = tl.load(first_page + (begin + tokens) // page_size)
-        q_row = rows
-        if has_row_map:
-            q_row = tl.load(row_map + rows, mask=real, other=0)
-        at = (q_row.to(tl.int64) * q_row_stride + heads * q_head_stride)[:, None] + dims[None, :]
-        queries = tl.load(q + at, mask=real[:, None], other=0.0)
-        piece = tl.load(partial_indptr + rows, mask=real, other=0) + slot
-        acc = tl.zeros([tile_rows, head_dim], tl.float32)
-        highest = tl.full([tile_rows], float("-inf"), tl.float32)
-        total = tl.zeros([tile_rows], tl.float32)
+    k_head = k_cache + head * head_stride
+    v_head = v_cache + head * head_stride
+    packed = tl.arange(0, tile_rows)
+    heads = head * group + packed % group
+    tokens = tl.arange(0, tile_tokens)
+    dims = tl.arange(0, head_dim)
+    rows = first_row + packed // group
+    real = packed < num_rows * group
+    # Page ids are read a tile ahead: behind the last one lie numbers that are not used.
+    page = tl.load(first_page + (begin + tokens) // page_size)
+    q_row = rows
+    if has_row_map:
+        q_row = tl.load(row_map + rows, mask=real, other=0)
+    at = (q_row.to(tl.int64) * q_row_stride + heads * q_head_stride)[:, None] + dims[None, :]
+    queries = tl.load(q + at, mask=real[:, None], other=0.0)
+    piece = tl.load(partial_indptr + rows, mask=real, other=0) + slot
+    acc = tl.zeros([tile_rows, head_dim], tl.float32)
+    highest = tl.full([tile_rows], float("-inf"), tl.float32)
+    total = tl.zeros([tile_rows], tl.float32)
+    if causal:
+        visible = tl.load(row_pos + rows, mask=real, other=-1) + 1 - kv_start
+    for at_token in tl.range(begin, full_end, tile_tokens, num_stages=stages):
+        if tile_tokens % page_size == 0:  # tiles begin where pages do
+            in_page = tokens % page_size
+        else:
+            in_page = (at_token + tokens) % page_size
+        where = (page.to(tl.int64) * page_stride + in_page * token_stride)[:, None] + dims[None, :]
+        k = tl.load(k_head + where)
+        v = tl.load(v_head + where)
+        acc, highest, total = _attend(queries, k, v, acc, highest, total, scale, soft_cap, None, False, causal, capped)
+        page = tl.load(first_page + (at_token + tile_tokens + tokens) // page_size)
+    for at_token in tl.range(full_end, end, tile_tokens, num_stages=1):
+        token = at_token + tokens
+        inside = token < end
+        page = tl.load(first_page + token // page_size, mask=inside, other=0)
+        offset = page.to(tl.int64) * page_stride + token % page_size * token_stride
+        where = offset[:, None] + dims[None, :]
+        k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
+        v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
+        seen = inside[None, :]
         if causal:
-            visible = tl.load(row_pos + rows, mask=real, other=-1) + 1 - kv_start
-        for at_token in tl.range(begin, full_end, tile_tokens, num_stages=stages):
-            if tile_tokens % page_size == 0:  # tiles begin where pages do
-                in_page = tokens % page_size
-            else:
-                in_page = (at_token + tokens) % page_size
-            where = (page.to(tl.int64) * page_stride + in_page * token_stride)[:, None] + dims[None, :]
-            k = tl.load(k_head + where)
-            v = tl.load(v_head + where)
-            acc, highest, total = _attend(
-                queries, k, v, acc, highest, total, scale, soft_cap, None, False, causal, capped
+            seen = seen & (token[None, :] < visible[:, None])
+        acc, highest, total = _attend(queries, k, v, acc, highest, total, scale, soft_cap, seen, True, causal, capped)
+    _finish(
+        acc,
+        highest,
+        total,
+        rows,
+        heads,
+        real,
+        slot < 0,
+        piece,
+        row_map,
+        partials,
+        partial_lse,
+        out,
+        lse,
+        sinks,
+        v_scale,
+        out_row_stride,
+        out_head_stride,
+        num_heads,
+        head_dim,
+        causal,
+        has_row_map,
+        has_sinks,
+        has_lse,
+    )
+
+
+@triton.jit(**_UNSPECIALISED)
+def _block_kernel(
+    items,
+    count,
+    q,
+    k_cache,
+    v_cache,
+    pages,
+    row_map,
+    row_pos,
+    partial_indptr,
+    partials,
+    partial_lse,
+    out,
+    lse,
+    sinks,
+    scale,
+    soft_cap,
+    v_scale,
+    q_row_stride,
+    q_head_stride,
+    out_row_stride,
+    out_head_stride,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    page_stride: tl.constexpr,
+    token_stride: tl.constexpr,
+    head_stride: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    stages: tl.constexpr,
+    causal: tl.constexpr,
+    capped: tl.constexpr,
+    has_row_map: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+    loops: tl.constexpr,
+    first: tl.constexpr,
+    waits: tl.constexpr,
+    triggers: tl.constexpr,
+):
+    """Blocks of many rows: each item is a tile of rows over a run of KV.
+
+    With `loops` programs stride over ``count`` items, whatever their number; else there is a program for each.
+    """
+    if first:
+        gdc_wait()
+    if triggers:
+        gdc_launch_dependents()
+    head = tl.program_id(0) % num_kv_heads
+    number = tl.program_id(0) // num_kv_heads
+    if loops:
+        for index in tl.range(number, tl.load(count), tl.num_programs(0) // num_kv_heads, num_stages=1):
+            item = items + index * FIELDS
+            _block(
+                item,
+                head,
+                q,
+                k_cache,
+                v_cache,
+                pages,
+                row_map,
+                row_pos,
+                partial_indptr,
+                partials,
+                partial_lse,
+                out,
+                lse,
+                sinks,
+                scale,
+                soft_cap,
+                v_scale,
+                q_row_stride,
+                q_head_stride,
+                out_row_stride,
+                out_head_stride,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                page_stride,
+                token_stride,
+                head_stride,
+                tile_rows,
+                tile_tokens,
+                stages,
+                causal,
+                capped,
+                has_row_map,
+                has_sinks,
+                has_lse,
             )
-            page = tl.load(first_page + (at_token + tile_tokens + tokens) // page_size)
-        for at_token in tl.range(full_end, end, tile_tokens, num_stages=1):
-            token = at_token + tokens
-            inside = token < end
-            page = tl.load(first_page + token // page_size, mask=inside, other=0)
-            offset = page.to(tl.int64) * page_stride + token % page_size * token_stride
-            where = offset[:, None] + dims[None, :]
-            k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
-            v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
-            seen = inside[None, :]
-            if causal:
-                seen = seen & (token[None, :] < visible[:, None])
-            acc, highest, total = _attend(
-                queries, k, v, acc, highest, total, scale, soft_cap, seen, True, causal, capped
-            )
-        _finish(
-            acc,
-            highest,
-            total,
-            rows,
-            heads,
-            real,
-            slot < 0,
-            piece,
+    else:
+        item = items + number * FIELDS
+        _block(
+            item,
+            head,
+            q,
+            k_cache,
+            v_cache,
+            pages,
             row_map,
+            row_pos,
+            partial_indptr,
             partials,
             partial_lse,
             out,
             lse,
             sinks,
+            scale,
+            soft_cap,
             v_scale,
+            q_row_stride,
+            q_head_stride,
             out_row_stride,
             out_head_stride,
             num_heads,
+            num_kv_heads,
             head_dim,
+            page_size,
+            page_stride,
+            token_stride,
+            head_stride,
+            tile_rows,
+            tile_tokens,
+            stages,
             causal,
+            capped,
             has_row_map,
             has_sinks,
             has_lse,
@@ -449,9 +571,9 @@ def _combine_kernel(
         highest = tl.full([heads_per_program], float("-inf"), tl.float32)
         total = tl.zeros([heads_per_program], tl.float32)
         acc = tl.zeros([heads_per_program, head_dim], tl.float32)
-        for first in tl.range(0, count, pieces_at_once):
-            at = (begin + first + pieces).to(tl.int64)[:, None] * num_heads + heads[None, :]
-            there = (first + pieces < count)[:, None] & real[None, :]
+        for at_piece in tl.range(0, count, pieces_at_once):
+            at = (begin + at_piece + pieces).to(tl.int64)[:, None] * num_heads + heads[None, :]
+            there = (at_piece + pieces < count)[:, None] & real[None, :]
             here = tl.load(partial_lse + at, mask=there, other=float("-inf"))
             value = tl.load(
                 partials + at[:, :, None] * head_dim + dims[None, None, :], mask=there[:, :, None], other=0.0
