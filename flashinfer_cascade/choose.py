@@ -142,7 +142,8 @@ class Chooser:
         if policy.executor != "auto":
             executor = policy.executor
             return executor, f"the policy asks for {executor}{note}", {"flat": flat_us, executor: us}
-        gain, predicted = flat_us / us, {"flat": flat_us, executor: us}
+        gain = flat_us / us
+        predicted: dict[str, float] = {"flat": flat_us, executor: us}
         if gain < policy.min_speedup:
             if not is_shared:
                 return "flat", NOTHING_SHARED, predicted
@@ -188,8 +189,9 @@ class Chooser:
         if cascade and self._rates_segments:
             (mask,) = self._masks(shape, self._segments.fold_costs) or [np.zeros(forest.num_nodes, np.bool_)]
             cut = self._fit(shape, cut_at(forest, mask), room)
-            us, backends = self._segments.predict(shape, cut), ("segments",) * cut.num_levels
-            found.append((us, backends, cut, int(mask.sum() - cut.kept.sum())))
+            segments: Backend = "segments"
+            merged = int(mask.sum() - cut.kept.sum())
+            found.append((self._segments.predict(shape, cut), (segments,) * cut.num_levels, cut, merged))
         if not found:
             return Rated(Status.NO_ROOM if wanted else Status.NOTHING_PAYS, tokens_left, *flat)
         us, backends, cut, merged = min(found, key=lambda item: item[0])
@@ -199,10 +201,8 @@ class Chooser:
         """Different choices of nodes to keep, each of some."""
         forest = shape.forest
         everything = np.ones(forest.num_nodes, np.bool_)
-        if self.policy.fold and forest.num_nodes > 1:
-            masks = list(best_cuts(forest, costs(shape)))
-        else:
-            masks = [everything]
+        folds = self.policy.fold and forest.num_nodes > 1
+        masks = list(best_cuts(forest, costs(shape))) if folds else [everything]
         distinct = {mask.tobytes(): mask for mask in masks if mask.any()}
         if not distinct and self.policy.executor in ("levels", "stock") and forest.num_nodes:
             return [everything]

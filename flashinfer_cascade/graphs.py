@@ -21,7 +21,7 @@ from flashinfer_cascade.runtime.call import check_plan
 from flashinfer_cascade.runtime.fit import Laid, Needs, level_backends
 from flashinfer_cascade.runtime.graph_state import GraphState
 from flashinfer_cascade.runtime.runtime import CascadeRuntime
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, make_bucket
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, GraphShape, SegmentShape, make_bucket
 
 StepFn = Callable[[dict[str, torch.Tensor]], Any]
 """An engine's own step: from named inputs, one row a query token, to a tensor, or a tuple, list or dict of tensors,
@@ -79,7 +79,7 @@ class GraphPool:
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
         self._memory_pool = torch.cuda.graph_pool_handle() if runtime.device.type == "cuda" else None
         self._chosen: dict[tuple[Bucket, Needs], tuple[_Captured, int, tuple[int | None, ...]]] = {}
-        self._refused: set[tuple[Bucket, GraphShape]] = set()
+        self._refused: set[tuple[Bucket, AnyShape]] = set()
         self.stats = PoolStats()
         self.memory_bytes = 0
 
@@ -201,9 +201,13 @@ class GraphPool:
                 best = captured, laid
         if self._lazy and (best is None or best[1].distance):
             *shared, own = level_backends(plan)
-            wanted = bucket, GraphShape(tuple(shared), (own,))
+            wanted: tuple[Bucket, AnyShape]
+            if own == "segments":
+                wanted = bucket, SegmentShape(shares=bool(shared) or bucket.kind == "append")
+            else:
+                wanted = bucket, GraphShape(tuple(shared), (own,))
             if wanted not in self._refused:
-                laid = self._capture_late(*wanted, plan, levels)
+                laid = self._capture_late(wanted[0], wanted[1], plan, levels)
                 if laid is not None:
                     return self._captured[bucket][-1], laid
         if best is None:
@@ -214,7 +218,7 @@ class GraphPool:
         self._chosen[key] = best[0], best[1].distance, best[1].level_of
         return best
 
-    def _capture_late(self, bucket: Bucket, shape: GraphShape, plan: CascadePlan, levels: list[Level]) -> Laid | None:
+    def _capture_late(self, bucket: Bucket, shape: AnyShape, plan: CascadePlan, levels: list[Level]) -> Laid | None:
         """Capture one more shape while serving; None when it cannot be, or the plan does not fit it either."""
         self._refused.add((bucket, shape))  # never tried twice
         self._chosen.clear()

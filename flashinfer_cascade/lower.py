@@ -1,9 +1,9 @@
 """What the segments executor launches for a plan: items by tile class, cuts of KV, runs of tiles, partial results.
 
-Three classes by packed query rows (rows times query heads of a KV head): *wide* segments become blocks of a tile of rows
-over a run of KV each, cut so that all SMs have work; *short* ones, of few rows and little KV, and *narrow* ones, of the
-fewest rows, are streams: the tiles of KV of all of them in one line, cut into runs of equal length. Each cut is a piece
-with a partial result of its own, in the row's range of partials; a row of one piece needs none.
+Three classes by packed query rows (rows times query heads of a KV head): *wide* segments become blocks of a tile of
+rows over a run of KV each, cut so that all SMs have work; *short* ones, of few rows and little KV, and *narrow* ones,
+of the fewest rows, are streams: the tiles of KV of all of them in one line, cut into runs of equal length. Each cut is
+a piece with a partial result of its own, in the row's range of partials; a row of one piece needs none.
 
 Nothing here is part of a plan: the same plan may be lowered for another GPU, or for less room.
 """
@@ -42,8 +42,8 @@ class Tiling:
         short_blocks, narrow_blocks: blocks of a stream that one SM runs at once, each number of them more than the one
             before it and used where that makes the longest run shorter by a tenth.
         min_run_tiles: tiles of a run at least, where KV is cut.
-        max_finished: pieces above a narrow item of one row that it merges itself, rather than leave a piece to be merged;
-            the kernels that wrote them must have run before.
+        max_finished: pieces above a narrow item of one row that it merges itself, rather than leave a piece to be
+            merged; the kernels that wrote them must have run before.
         is_native: whether narrow items run on the CUDA kernel.
     """
 
@@ -95,18 +95,20 @@ class Tiling:
 class Lowered:
     """What the kernels read: int32 arrays, read-only, rows counted from the part's first.
 
-    An item has FIELDS numbers: its first row, its number of rows, where its segment's page ids begin, where its KV begins
-    and ends in the segment and up to where all of its rows see all of it, its slot, and where the segment begins in
-    the rows' sequences. The piece of row r goes to partial ``partial_indptr[r] + slot``, or to the output if the slot is -1:
-    it is the only one. In place of begin, end and limit an item of a stream has the number of its KV's tokens, the first
-    row's ``partial_indptr``, and a number: 0 if it leaves a piece, or 1 plus the number of pieces above it that it merges
+    An item has FIELDS numbers: its first row, its number of rows, where its segment's page ids begin, where its KV
+    begins and ends in the segment and up to where all of its rows see all of it, its slot, and where the segment begins
+    in the rows' sequences. The piece of row r goes to partial ``partial_indptr[r] + slot``, or to the output if the
+    slot is -1: it is the only one.
+
+    In place of begin, end and limit an item of a stream has the number of its KV's tokens, the first row's
+    ``partial_indptr``, and a number: 0 if it leaves a piece, or 1 plus the number of pieces above it that it merges
     with its own, into the output. Its slot is counted from run 0.
 
     Attributes:
         wide: [num_wide, FIELDS], the longest first.
         short: [num_short + WINDOW, FIELDS], in the order of the stream; ends with zeros.
-        short_runs: [num_runs, FIELDS]: of the run's first item, what an item has to begin with; then its number, how many
-            tiles the run has, and where in the item's KV it begins.
+        short_runs: [num_runs, FIELDS]: of the run's first item, what an item has to begin with; then its number, how
+            many tiles the run has, and where in the item's KV it begins.
         narrow, narrow_runs: likewise.
         partial_indptr: [num_rows + 1].
         combined: [num_rows], pieces that are left to be merged; -1 if the row has its result by then.
@@ -124,13 +126,6 @@ class Lowered:
     def num_partials(self) -> int:
         """Partial results to reserve."""
         return int(self.partial_indptr[-1])
-
-
-class _Pieces:
-    """Segments of one class and what their KV is cut into."""
-
-    def __init__(self, segs: Int64Array, counts: Int64Array) -> None:
-        self.segs, self.counts = segs, counts
 
 
 def lower(
@@ -236,7 +231,8 @@ def _wide_chunks(
     wanted = max(tiling.min_cut, int(tiles @ kv_len) * config.num_kv_heads / blocks)
     cuts = np.maximum(np.rint(kv_len / wanted), 1).astype(np.int64)
     step = tiling.wide_tokens
-    return -(-(-(-kv_len // cuts)) // step) * step
+    even = -(-kv_len // cuts)
+    return -(-even // step) * step
 
 
 def _rows_per_tile(config: CascadeConfig, tiling: Tiling) -> int:

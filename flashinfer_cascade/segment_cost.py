@@ -1,6 +1,6 @@
 """Predicted GPU time of the segments executor.
 
-Two kinds of kernels run one after the other, each with blocks of one tile, whatever the tree: wide ones, and narrow ones.
+Two kinds of kernels run one after the other, each with blocks of one tile, whatever the tree: wide and narrow ones.
 Each takes the sum of its segments' SM time, spread over the SMs, or as long as its longest block takes, or a little
 more where these are alike. Partial results come on top, and a fixed time.
 
@@ -62,9 +62,9 @@ class SegmentCost:
         return FoldCosts(
             node_fixed=fixed,
             node_per_page=per_token * page,
-            tail_fixed=np.bincount(node, (tail_fixed + tail_token * own)[inside], forest.num_nodes)[None],
-            tail_per_page=np.bincount(node, (tail_token * page)[inside], forest.num_nodes)[None],
-            partial=(float(self.partial_ps) * shape.node_rows)[None],
+            tail_fixed=_sums(node, (tail_fixed + tail_token * own)[inside], forest.num_nodes),
+            tail_per_page=_sums(node, (tail_token * page)[inside], forest.num_nodes),
+            partial=(self.partial_ps * shape.node_rows.astype(np.float64))[None],
         )
 
     def predict(self, shape: PartShape, cut: Cut) -> float:
@@ -90,3 +90,8 @@ class SegmentCost:
                 us += longer(busy_us, longest * float(self.token_ps[kind]) * 1e-6 * p.segment_lone_block[kind])
         partials = int(shape.node_rows[kept].sum())
         return us + partials * self.partial_ps * 1e-6 / p.num_sms
+
+
+def _sums(node: Int64Array, values: NDArray[Any], num_nodes: int) -> NDArray[np.float64]:
+    """Sums by node, of the one candidate."""
+    return np.bincount(node, values, num_nodes).astype(np.float64)[None]

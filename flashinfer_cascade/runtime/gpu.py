@@ -12,14 +12,18 @@ from flashinfer_cascade.plan import CascadePlan, Executor
 from flashinfer_cascade.runtime.buffers import StagingBuffer
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.graph_levels import CapturedLevels, GraphBuffers
+from flashinfer_cascade.runtime.graph_segments import CapturedSegments, SegmentLayout
 from flashinfer_cascade.runtime.launch import float_workspace_bytes, has_fa3, import_flashinfer
 from flashinfer_cascade.runtime.levels import LevelsExecutor
-from flashinfer_cascade.runtime.segments import SegmentsExecutor
+from flashinfer_cascade.runtime.segments import SegmentsExecutor, reserve_partials, segment_kernels, tiling_of
 from flashinfer_cascade.runtime.shapes import (
     AnyShape,
     Bucket,
     GraphShape,
+    SegmentRoom,
+    SegmentShape,
     StockShape,
+    check_segments,
     default_shapes,
     launch_specs,
     one_for_all,
@@ -27,6 +31,7 @@ from flashinfer_cascade.runtime.shapes import (
 from flashinfer_cascade.runtime.stock import CapturedStock, StockExecutor
 
 AnyExecutor = LevelsExecutor | SegmentsExecutor | StockExecutor
+AnyCaptured = CapturedLevels | CapturedSegments | CapturedStock
 
 
 class GpuExecutors:
@@ -109,21 +114,32 @@ class GpuExecutors:
         """See `runtime.Executors`."""
         return [*default_shapes(self._config, bucket, self._num_sms, has_fa3(self.device))]
 
-    def graphs(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> list[CapturedLevels | CapturedStock]:
+    def graphs(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> list[AnyCaptured]:
         """See `runtime.Executors`."""
-        config, num_sms = self._config, self._num_sms
+        config, num_sms, device = self._config, self._num_sms, self.device
         meant = [(bucket, one_for_all(config, bucket, num_sms) if shape is None else shape) for bucket, shape in graphs]
         specs = [
             (bucket, launch_specs(config, bucket, shape, num_sms))
             for bucket, shape in meant
             if isinstance(shape, GraphShape)
         ]
-        buffers = GraphBuffers(config, self.device, specs) if specs else None
-        executors: list[CapturedLevels | CapturedStock] = []
+        segments = [(bucket, shape) for bucket, shape in meant if isinstance(shape, SegmentShape)]
+        tiling = tiling_of(config, device)
+        rooms = [SegmentRoom.of(config, bucket, tiling, shape.shares) for bucket, shape in segments]
+        sizes = [
+            (SegmentLayout.of(config, bucket, check_segments(config, bucket, shape), tiling, 0).end, room.num_segments)
+            for (bucket, shape), room in zip(segments, rooms, strict=True)
+        ]
+        buffers = GraphBuffers(config, device, specs, sizes) if specs or sizes else None
+        partials = reserve_partials(config, max((room.num_partials for room in rooms), default=0), device)
+        kernels = segment_kernels(config, tiling, device)
+        executors: list[AnyCaptured] = []
         for bucket, shape in meant:
             if isinstance(shape, StockShape):
-                executors.append(CapturedStock(config, bucket, shape, self.device, num_sms))
-            elif buffers is not None:
+                executors.append(CapturedStock(config, bucket, shape, device, num_sms))
+            elif isinstance(shape, SegmentShape) and buffers is not None:
+                executors.append(CapturedSegments(config, bucket, shape, tiling, kernels, buffers, partials))
+            elif isinstance(shape, GraphShape) and buffers is not None:
                 executors.append(CapturedLevels(config, bucket, shape, buffers))
         return executors
 

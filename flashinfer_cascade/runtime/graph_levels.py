@@ -12,7 +12,7 @@ from flashinfer_cascade.capacity import capacity_error
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.csr import Int32Array
 from flashinfer_cascade.errors import CapacityError
-from flashinfer_cascade.pages import gather_runs
+from flashinfer_cascade.pages import PageView, gather_runs
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.buffers import ALIGNMENT
 from flashinfer_cascade.runtime.call import LayerCall
@@ -30,32 +30,53 @@ from flashinfer_cascade.runtime.schedule import UncutSchedule
 from flashinfer_cascade.runtime.shapes import Bucket, GraphShape, LaunchSpec, bucket_capacity, launch_specs
 
 
+class StagedPages(NamedTuple):
+    """Page ids that were staged.
+
+    Attributes:
+        offsets: where each list of runs will begin on the device.
+        begin, end: entries to copy.
+        update: what was staged for the mirror; None when the page ids themselves were.
+    """
+
+    offsets: list[int]
+    begin: int
+    end: int
+    update: Update | None
+
+
 class GraphBuffers:
     """Memory that graphs of several buckets and shapes read in turn: a load fills it, the replay behind it reads it.
 
     Args:
         config: the attention.
         device: a CUDA device.
-        graphs: bucket and launches of every graph.
+        graphs: bucket and launches of every graph of levels.
+        segments: entries of every segment graph behind the page ids, and runs of page ids that its plans have at most.
     """
 
     def __init__(
-        self, config: CascadeConfig, device: torch.device, graphs: Sequence[tuple[Bucket, Sequence[LaunchSpec]]]
+        self,
+        config: CascadeConfig,
+        device: torch.device,
+        graphs: Sequence[tuple[Bucket, Sequence[LaunchSpec]]],
+        segments: Sequence[tuple[int, int]] = (),
     ) -> None:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.device = device
         self.num_sms = num_sms
-        num_launches = max(len(specs) for _, specs in graphs)
-        num_rows = max(bucket.num_rows for bucket, _ in graphs)
+        num_launches = max((len(specs) for _, specs in graphs), default=0)
+        num_rows = max((bucket.num_rows for bucket, _ in graphs), default=0)
         all_specs = [spec for _, specs in graphs for spec in specs]
         # Page ids end where the header begins, an update of the mirror begins where it ends: one copy takes both.
         self.num_pages = -(-config.max_kv_indices // ALIGNMENT) * ALIGNMENT
-        ends = (Layout.of(config, bucket, specs, self.num_pages).end for bucket, specs in graphs)
-        most_runs = max(sum(spec.num_slots for spec in specs) for _, specs in graphs)
+        ends = [Layout.of(config, bucket, specs, self.num_pages).end for bucket, specs in graphs]
+        ends += [self.num_pages + entries for entries, _ in segments]
+        most_runs = max([sum(spec.num_slots for spec in specs) for _, specs in graphs] + [runs for _, runs in segments])
         self.most_update_entries = 2 * (MAX_WRITES + most_runs + 1)
         num_entries = max(ends) + self.most_update_entries
-        int_bytes = max(int_workspace_bytes(config, spec, num_sms) for spec in all_specs)
-        float_bytes = max(float_workspace_bytes(config, spec, num_sms) for spec in all_specs)
+        int_bytes = max((int_workspace_bytes(config, spec, num_sms) for spec in all_specs), default=0)
+        float_bytes = max((float_workspace_bytes(config, spec, num_sms) for spec in all_specs), default=0)
         with torch.cuda.device(device):
             self.workspace = torch.empty(max(float_bytes, 2**12), dtype=torch.uint8, device=device)
             self.on_device = torch.zeros(num_entries, dtype=torch.int32, device=device)
@@ -86,6 +107,37 @@ class GraphBuffers:
             stream.wait_stream(self._stream)
             self._stream = stream
         return turn
+
+    def stage_pages(
+        self, memory: Int32Array, begin: int, end: int, view: PageView, runs: Sequence[tuple[Int32Array, Int32Array]]
+    ) -> StagedPages:
+        """Stage the page ids of a plan, or what brings the mirror to them.
+
+        Args:
+            memory: a turn's pinned area.
+            begin: of what is copied beside them.
+            end: likewise.
+            view: the page ids of the plan.
+            runs: lists of runs, as begins and lengths, laid one behind the other.
+        """
+        sizes = [int(counts.sum()) for _, counts in runs]
+        offsets = np.cumsum([0, *sizes]).tolist()
+        total = offsets.pop()
+        if view.pool_id and total >= MIN_MIRRORED_PAGES:
+            update = self.mirror.follow(view, [run[0] for run in runs], [run[1] for run in runs])
+            update_end = end + sum(map(len, update.arrays))
+            np.concatenate(update.arrays, out=memory[end:update_end])
+            return StagedPages(offsets, begin, update_end, update)
+        first = begin - total
+        for offset, size, run in zip(offsets, sizes, runs, strict=True):
+            memory[first + offset : first + offset + size] = gather_runs(view.ids, *run)
+        return StagedPages([first + offset for offset in offsets], first, end, None)
+
+    def copy_staged(self, turn: int, staged: StagedPages, end: int) -> None:
+        """Copy what was staged in a turn's area, behind whose `end` an update of the mirror begins."""
+        self.copy(turn, staged.begin, staged.end)
+        if staged.update is not None:
+            self.mirror.apply(staged.update, self.on_device[end : staged.end], self.on_device)
 
     def copy(self, turn: int, begin: int, end: int) -> None:
         """Copy some entries of a turn's pinned area."""
@@ -240,7 +292,10 @@ class CapturedLevels:
             turn = buffers.begin()
             try:
                 host = self._host[turn]
-                offsets, begin, end, update = self._write_pages(host.memory, plan, levels)
+                staged = StagedPages([0], layout.begin, layout.end, None)
+                if plan is not None:
+                    runs = [plan.level_runs(number) for number in range(len(levels))]
+                    staged = buffers.stage_pages(host.memory, layout.begin, layout.end, plan.pages, runs)
                 host.row_map[:] = self._rows[:-1]
                 if plan is not None and plan.row_order is not None:
                     host.row_map[: plan.num_rows] = plan.row_order
@@ -251,40 +306,11 @@ class CapturedLevels:
                     if number is None:
                         self._write_nothing(into, spec, covers_rows=spec.backend == "decode")
                     else:
-                        self._write(into, spec, levels[number], offsets[number])
+                        self._write(into, spec, levels[number], staged.offsets[number])
                     launch.plan(into.groups, into.qo_indptr, into.schedule, turn)
-                buffers.copy(turn, begin, end)
-                if update is not None:
-                    buffers.mirror.apply(update, buffers.on_device[layout.end : end], buffers.on_device)
+                buffers.copy_staged(turn, staged, layout.end)
             finally:
                 buffers.end(turn)
-
-    def _write_pages(
-        self, memory: Int32Array, plan: CascadePlan | None, levels: list[Level]
-    ) -> tuple[list[int], int, int, Update | None]:
-        """Stage the page ids of all levels, or what brings the mirror to them.
-
-        Returns:
-            offsets: where each level's page ids will begin.
-            begin, end: entries to copy, the header included.
-            update: what was staged for the mirror; None when the page ids themselves were.
-        """
-        layout, buffers = self._layout, self._buffers
-        if plan is None:
-            return [0], layout.begin, layout.end, None
-        runs = [plan.level_runs(number) for number in range(len(levels))]
-        sizes = [int(level.kv_indptr[-1]) for level in levels]
-        offsets = np.cumsum([0, *sizes]).tolist()
-        total = offsets.pop()
-        if plan.pages.pool_id and total >= MIN_MIRRORED_PAGES:
-            update = buffers.mirror.follow(plan.pages, [run[0] for run in runs], [run[1] for run in runs])
-            end = layout.end + sum(map(len, update.arrays))
-            np.concatenate(update.arrays, out=memory[layout.end : end])
-            return offsets, layout.begin, end, update
-        first = layout.begin - total
-        for offset, size, run in zip(offsets, sizes, runs, strict=True):
-            memory[first + offset : first + offset + size] = gather_runs(plan.pages.ids, *run)
-        return [first + offset for offset in offsets], first, layout.end, None
 
     def _write_nothing(self, into: _HostLaunch, spec: LaunchSpec, *, covers_rows: bool) -> None:
         """No KV in any group; all rows in some group, or in none."""

@@ -16,7 +16,7 @@ from flashinfer_cascade.runtime.kernels.segments import LOG2E, _block_kernel, _c
 from flashinfer_cascade.runtime.stream import launch_stream
 
 MAX_FEW_ROWS = 32
-"""Rows up to which a merge leaves most of the GPU idle, unless each head has a program that reads many pieces at once."""
+"""Rows up to which a merge leaves most of the GPU idle, unless each head has a program, and reads many at once."""
 
 
 class SegmentArrays(NamedTuple):
@@ -45,7 +45,7 @@ class SegmentArrays(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Where pieces go: [num_partials, num_qo_heads, head_dim] of q's dtype, and float32 [num_partials, num_qo_heads]."""
+    """Where pieces go: [num_partials, num_qo_heads, head_dim], q's dtype, and float32[num_partials, num_qo_heads]."""
 
     values: torch.Tensor
     lse: torch.Tensor

@@ -29,6 +29,11 @@ def reserve_partials(config: CascadeConfig, count: int, device: torch.device) ->
     return Partials(values, torch.empty(shape, dtype=torch.float32, device=device))
 
 
+def segment_kernels(config: CascadeConfig, tiling: Tiling, device: torch.device) -> SegmentKernels:
+    """The launches on a GPU."""
+    return SegmentKernels(config, tiling, dependent=torch.cuda.get_device_capability(device)[0] >= 9)
+
+
 class SegmentsExecutor:
     """Runs one part of a plan on the segments' kernels.
 

@@ -23,6 +23,8 @@ from flashinfer_cascade.cost import (
     Backend,
 )
 from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError
+from flashinfer_cascade.lower import Tiling
+from flashinfer_cascade.segment_cost import MAX_GROUP_SIZE
 
 MIN_SLOTS = 4
 """Groups that a launch for a shared level takes at least, where the bucket has so many."""
@@ -30,6 +32,9 @@ MIN_SLOTS = 4
 MAX_NARROW_CUT_ROWS = 256
 """Rows of a decode bucket up to which shared levels with cut KV run on tiles of 64: FlashInfer takes that tile only for
 so many groups that its workspace grows with the rows, 270 kB each at 32 query heads of 128."""
+
+PARTIALS_PER_ROW = 8
+"""Segments above a row, on average, that segment graphs have room for."""
 
 MIN_FA3_ROWS = 512
 """Query rows times group size below which no shape with fa3 is captured by default."""
@@ -126,11 +131,82 @@ class StockShape(NamedTuple):
         return f"stock, {self.num_levels} levels"
 
 
-AnyShape = GraphShape | StockShape
+class SegmentShape(NamedTuple):
+    """The segments' kernels, which take any plan of one part.
+
+    Attributes:
+        shares: whether plans may have shared segments; without, two launches fewer idle, in decode graphs only.
+    """
+
+    shares: bool = True
+
+    def __str__(self) -> str:
+        return "segments" if self.shares else "segments, nothing shared"
 
 
-def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: bool) -> list[GraphShape]:
+AnyShape = GraphShape | SegmentShape | StockShape
+
+
+class SegmentRoom(NamedTuple):
+    """What a bucket reserves for the segments' kernels.
+
+    Attributes:
+        num_segments: segments of a plan.
+        num_partials: partial results; at least the (segment, row) pairs of a plan.
+        num_wide: wide items, which no plan within the others exceeds.
+    """
+
+    num_segments: int
+    num_partials: int
+    num_wide: int
+
+    @classmethod
+    def of(cls, config: CascadeConfig, bucket: Bucket, tiling: Tiling, shares: bool) -> SegmentRoom:
+        """Room for cascades of PARTIALS_PER_ROW segments above each row on average, and for all that cuts may add."""
+        rows, requests = bucket.num_rows, bucket.num_requests
+        per_tile = tiling.wide_rows // config.group_size
+        runs = tiling.num_runs(tiling.narrow_blocks[-1], config.num_kv_heads)
+        blocks = tiling.num_runs(tiling.wide_blocks, config.num_kv_heads)
+        cut = runs * max(tiling.narrow_rows // config.group_size, 1) + (blocks + 1) * per_tile
+        partials = (PARTIALS_PER_ROW if shares else 1) * rows + cut
+        # A forest has fewer shared nodes than requests.
+        segments = (2 if shares else 1) * requests
+        return cls(segments, partials, blocks + 2 * (partials // per_tile + segments))
+
+
+def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: bool) -> list[AnyShape]:
     """What is captured for a bucket unless told otherwise; docs/cuda_graphs.md says what each is worth."""
+    levels: list[AnyShape] = [*_level_shapes(config, bucket, num_sms, has_fa3)]
+    if not may_run_segments(config):
+        return levels
+    if bucket.kind == "append":
+        return [*levels, SegmentShape()]
+    flat: list[AnyShape] = [shape for shape in levels if isinstance(shape, GraphShape) and not shape.shared]
+    return [*flat, SegmentShape(shares=False), *([SegmentShape()] if bucket.num_requests > 1 else [])]
+
+
+def check_segments(config: CascadeConfig, bucket: Bucket, shape: SegmentShape) -> SegmentShape:
+    """Refuse what the segments' kernels do not take.
+
+    Raises:
+        UnsupportedError: a window, a large group size, or a graph for appends without shared segments.
+    """
+    if not may_run_segments(config):
+        raise UnsupportedError(
+            f"{shape}: group size {config.group_size} and window_left={config.window_left}, but the kernels take up to "
+            f"{MAX_GROUP_SIZE} query heads a KV head and no window; use a GraphShape"
+        )
+    if bucket.kind == "append" and not shape.shares:
+        raise UnsupportedError(f"{shape} in a graph for appends: use SegmentShape(shares=True)")
+    return shape
+
+
+def may_run_segments(config: CascadeConfig) -> bool:
+    """Whether the segments' kernels take a configuration."""
+    return config.group_size <= MAX_GROUP_SIZE and config.window_left < 0
+
+
+def _level_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: bool) -> list[GraphShape]:
     is_small = _may_cut(config, bucket, num_sms)
     fa3_runs = has_fa3 and config.kv_dtype == config.dtype and config.head_dim <= 128 and config.window_left < 0
     shared: list[tuple[Backend, ...]] = []
@@ -154,9 +230,11 @@ def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3:
     ]
 
 
-def one_for_all(config: CascadeConfig, bucket: Bucket, num_sms: int) -> GraphShape:
+def one_for_all(config: CascadeConfig, bucket: Bucket, num_sms: int) -> GraphShape | SegmentShape:
     """One shape that takes any plan: for engines with one graph for each batch size."""
-    flat = [shape for shape in default_shapes(config, bucket, num_sms, has_fa3=False) if not shape.shared]
+    if bucket.kind == "decode" and may_run_segments(config):
+        return SegmentShape(shares=bucket.num_requests > 1)
+    flat = [shape for shape in _level_shapes(config, bucket, num_sms, has_fa3=False) if not shape.shared]
     shared: tuple[Backend, ...] = ("fa2", "fa2_uncut") if bucket.num_requests > 1 else ()
     return GraphShape(shared, tuple(kernel for shape in flat for kernel in shape.own))
 

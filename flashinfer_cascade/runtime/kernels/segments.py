@@ -203,10 +203,8 @@ def _block(
     if causal:
         visible = tl.load(row_pos + rows, mask=real, other=-1) + 1 - kv_start
     for at_token in tl.range(begin, full_end, tile_tokens, num_stages=stages):
-        if tile_tokens % page_size == 0:  # tiles begin where pages do
-            in_page = tokens % page_size
-        else:
-            in_page = (at_token + tokens) % page_size
+        # Where tiles begin as pages do, this is the same for all of them.
+        in_page = tokens % page_size if tile_tokens % page_size == 0 else (at_token + tokens) % page_size
         where = (page.to(tl.int64) * page_stride + in_page * token_stride)[:, None] + dims[None, :]
         k = tl.load(k_head + where)
         v = tl.load(v_head + where)
@@ -390,7 +388,7 @@ def _block_kernel(
 
 
 @triton.jit(**_UNSPECIALISED)
-def _stream_kernel(
+def _stream_kernel(  # noqa: PLR0915  # one loop, whose state no helper could keep
     q,
     k_cache,
     v_cache,

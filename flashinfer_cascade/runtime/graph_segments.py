@@ -1,0 +1,203 @@
+"""Segments inside a captured CUDA graph: fixed grids over tables that are filled anew for every plan."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from flashinfer_cascade.capacity import PlanCapacity, capacity_error
+from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.csr import Int32Array, indptr
+from flashinfer_cascade.errors import CapacityError
+from flashinfer_cascade.lower import FIELDS, WINDOW, Tiling, lower
+from flashinfer_cascade.plan import CascadePlan, Level
+from flashinfer_cascade.runtime.buffers import ALIGNMENT
+from flashinfer_cascade.runtime.call import LayerCall
+from flashinfer_cascade.runtime.fit import IDLE, OTHER_KERNEL, Laid, Needs
+from flashinfer_cascade.runtime.graph_levels import GraphBuffers, StagedPages
+from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
+from flashinfer_cascade.runtime.shapes import Bucket, SegmentRoom, SegmentShape
+
+
+class SegmentLayout(NamedTuple):
+    """Where a segment graph's arrays lie in `GraphBuffers`: entries from, to; `end` of all of them."""
+
+    row_map: slice
+    row_pos: slice
+    partial_indptr: slice
+    combined: slice
+    num_wide: slice
+    wide: slice
+    short: slice
+    short_runs: slice
+    narrow: slice
+    narrow_runs: slice
+    end: int
+
+    @classmethod
+    def of(cls, config: CascadeConfig, bucket: Bucket, shape: SegmentShape, tiling: Tiling, at: int) -> SegmentLayout:
+        """One array behind the other from `at` on, each aligned."""
+        room = SegmentRoom.of(config, bucket, tiling, shape.shares)
+        rows, items = bucket.num_rows, (room.num_segments + WINDOW) * FIELDS
+        runs = [
+            tiling.num_runs(blocks[-1], config.num_kv_heads) * FIELDS
+            for blocks in (tiling.short_blocks, tiling.narrow_blocks)
+        ]
+        shared = int(shape.shares)
+        sizes = (
+            rows,
+            rows,
+            rows + 1,
+            rows,
+            1,
+            shared * room.num_wide * FIELDS,
+            shared * items,
+            shared * runs[0],
+            items,
+            runs[1],
+        )
+        begins = [at, *(at + end for end in accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))]
+        places = (slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False))
+        return cls(*places, end=begins[-1])  # type: ignore[arg-type]  # mypy does not count places
+
+
+class CapturedSegments:
+    """The segments' kernels over fixed buffers.
+
+    Args:
+        config: the attention.
+        bucket: rows and requests.
+        shape: which plans it takes.
+        tiling: the kernels'.
+        kernels: their launches.
+        buffers: shared by graphs that are never replayed side by side.
+        partials: likewise.
+    """
+
+    def __init__(
+        self,
+        config: CascadeConfig,
+        bucket: Bucket,
+        shape: SegmentShape,
+        tiling: Tiling,
+        kernels: SegmentKernels,
+        buffers: GraphBuffers,
+        partials: Partials,
+    ) -> None:
+        self._config, self._tiling, self._kernels, self._buffers = config, tiling, kernels, buffers
+        self.bucket, self.shape = bucket, shape
+        self._room = room = SegmentRoom.of(config, bucket, tiling, shape.shares)
+        self._partials = partials
+        self.capacity = PlanCapacity(
+            num_rows=bucket.num_rows,
+            num_segments=room.num_segments,
+            num_partials=room.num_partials if shape.shares else bucket.num_rows,
+            num_page_indices=config.max_kv_indices,
+        )
+        self._layout = layout = SegmentLayout.of(config, bucket, shape, tiling, buffers.num_pages)
+        self._host = [pinned.numpy() for pinned in buffers.pinned]
+        memory = buffers.on_device
+
+        def table(where: slice) -> torch.Tensor:
+            return memory[where].view(-1, FIELDS)
+
+        self._arrays = SegmentArrays(
+            wide=table(layout.wide) if shape.shares else None,
+            num_wide=memory[layout.num_wide],
+            short=table(layout.short) if shape.shares and tiling.short_rows > tiling.narrow_rows else None,
+            short_runs=table(layout.short_runs),
+            narrow=table(layout.narrow),
+            narrow_runs=table(layout.narrow_runs),
+            partial_indptr=memory[layout.partial_indptr],
+            combined=memory[layout.combined],
+            pages=memory,
+            row_map=memory[layout.row_map],
+            row_pos=memory[layout.row_pos] if bucket.kind == "append" else None,
+        )
+
+    def lay(self, plan: CascadePlan, levels: list[Level], needs: Needs) -> Laid | None:
+        """See `graph_state.GraphExecutor.lay`."""
+        capacity = self.capacity
+        if (
+            needs.num_parts > 1
+            or needs.num_segments > capacity.num_segments
+            or needs.num_partials > capacity.num_partials
+        ):
+            return None
+        idle = self.shape.shares and not needs.groups
+        other = needs.backends[-1] != "segments"
+        return Laid(IDLE * idle + (OTHER_KERNEL + IDLE) * other, levels, ())
+
+    def misfit(self, plan: CascadePlan) -> CapacityError:
+        """See `graph_state.GraphExecutor.misfit`."""
+        what = f"the plan for a graph of {self.bucket} ({self.shape})"
+        lacking = self.capacity.lacks(plan.usage())
+        if not lacking:
+            lacking = {"parts": (len(plan.parts), 1)}
+        return capacity_error(what, lacking, "Plan with the capacity of this graph, or run it eagerly")
+
+    def load(self, plan: CascadePlan, laid: Laid) -> None:
+        """See `graph_state.GraphExecutor.load`."""
+        self._fill(plan)
+
+    def load_nothing(self) -> None:
+        """See `graph_state.GraphExecutor.load_nothing`."""
+        self._fill(None)
+
+    def _fill(self, plan: CascadePlan | None) -> None:
+        buffers, layout = self._buffers, self._layout
+        with torch.cuda.device(buffers.device):
+            turn = buffers.begin()
+            try:
+                memory = self._host[turn]
+                staged = StagedPages([0], buffers.num_pages, layout.end, None)
+                if plan is None:
+                    self._write_nothing(memory)
+                else:
+                    runs = [(plan.seg_page_begin, plan.seg_num_pages)]
+                    staged = buffers.stage_pages(memory, buffers.num_pages, layout.end, plan.pages, runs)
+                    self._write(memory, plan, staged.offsets[0])
+                buffers.copy_staged(turn, staged, layout.end)
+            finally:
+                buffers.end(turn)
+
+    def _write_nothing(self, memory: Int32Array) -> None:
+        """No row sees anything."""
+        layout, rows = self._layout, self.bucket.num_rows
+        memory[layout.row_map] = np.arange(rows)
+        memory[layout.row_pos] = -1
+        for where in (layout.partial_indptr, layout.combined, layout.num_wide, layout.short_runs, layout.narrow_runs):
+            memory[where] = 0
+
+    def _write(self, memory: Int32Array, plan: CascadePlan, offset: int) -> None:
+        layout, rows = self._layout, plan.num_rows
+        part = plan.parts[0]
+        page_begin = indptr(plan.seg_num_pages)[:-1] + offset
+        lowered = lower(plan, part, self._tiling, page_begin, self._room.num_partials)
+        row_map = memory[layout.row_map]
+        row_map[:] = np.arange(self.bucket.num_rows)
+        if plan.row_order is not None:
+            row_map[:rows] = plan.row_order
+        memory[layout.row_pos][:rows] = plan.row_pos
+        partial_indptr, combined = memory[layout.partial_indptr], memory[layout.combined]
+        partial_indptr[: rows + 1] = lowered.partial_indptr
+        partial_indptr[rows + 1 :] = lowered.partial_indptr[-1]
+        combined[:rows] = lowered.combined
+        combined[rows:] = 0
+        memory[layout.num_wide] = len(lowered.wide)
+        for where, table in (
+            (layout.wide, lowered.wide),
+            (layout.short, lowered.short),
+            (layout.short_runs, lowered.short_runs),
+            (layout.narrow, lowered.narrow),
+            (layout.narrow_runs, lowered.narrow_runs),
+        ):
+            into = memory[where]
+            into[: table.size] = table.reshape(-1)[: len(into)]
+
+    def run(self, call: LayerCall) -> None:
+        """See `graph_state.GraphExecutor.run`."""
+        self._kernels.run(call, self._arrays, self._partials, num_rows=self.bucket.num_rows, combines=True)
