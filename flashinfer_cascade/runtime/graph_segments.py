@@ -61,7 +61,7 @@ class SegmentLayout(NamedTuple):
         )
         begins = [at, *(at + end for end in accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))]
         places = (slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False))
-        return cls(*places, end=begins[-1])  # type: ignore[arg-type]  # mypy does not count places
+        return cls(*places, end=begins[-1])  # type: ignore[arg-type,misc]  # mypy does not count places
 
 
 class CapturedSegments:
