@@ -17,7 +17,7 @@ from flashinfer_cascade import (
     capture_cuda_graphs,
 )
 from flashinfer_cascade.bench.traffic import Traffic
-from flashinfer_cascade.runtime import GraphShape, StockShape, graph_levels
+from flashinfer_cascade.runtime import GraphShape, SegmentShape, StockShape, graph_levels
 from flashinfer_cascade.runtime.ops import attention
 from flashinfer_cascade.testing import (
     RandomBatch,
@@ -79,8 +79,8 @@ def attention_pool(cfg, device, cache, **arguments):
 
 
 # What the planner chooses for fp16 would compile more modules.
-CASES = [("bf16", "auto"), ("bf16", "levels"), ("fp16", "levels"), ("e4m3", "auto"), ("e4m3", "levels")]
-POLICIES = {"auto": PlannerPolicy(), "levels": CASCADES}
+CASES = [("bf16", "auto"), ("bf16", "levels"), ("fp16", "levels"), ("e4m3", "auto"), ("bf16", "segments")]
+POLICIES = {"auto": PlannerPolicy(), "levels": CASCADES, "segments": PlannerPolicy(executor="segments")}
 
 
 @pytest.mark.parametrize(("kv", "policy"), CASES)
@@ -137,6 +137,8 @@ SHAPES = [
     GraphShape(("fa3",), ("fa2",)),
     GraphShape(("fa2", "fa2_uncut"), ("decode", "fa2")),
     GraphShape(("fa3", "fa2", "fa2_uncut", "fa2_uncut"), ("fa2", "fa2_uncut", "decode")),
+    SegmentShape(),
+    SegmentShape(shares=False),
     StockShape(1),
     StockShape(3),
 ]
@@ -187,6 +189,8 @@ def test_shapes(shape, device, kernels):
         assert torch.equal(out[: plan.num_rows], expected)
     if isinstance(shape, StockShape):
         assert shape.num_levels == 1 or any(plan.num_levels > 1 for plan, *_ in seen)
+    elif isinstance(shape, SegmentShape):
+        assert shape.shares == any(plan.num_levels > 1 for plan, *_ in seen)
     else:
         assert max(plan.num_levels for plan, *_ in seen) == len(shape.shared) + 1
 
@@ -232,11 +236,13 @@ def test_features(feature, device):
         assert float(relative_errors(out, oracle).amax()) <= error_budget(oracle, plain)
 
 
-@pytest.fixture(name="served")
-def served_fixture(device):
+@pytest.fixture(name="served", params=["levels", "segments"])
+def served_fixture(request, device):
     """A pool, its cache, and steps with what they must give."""
     cache = make_kv_cache(CFG, NUM_PAGES, device=device)
-    pool, runtime = attention_pool(CFG, device, cache, batch_sizes=[8, 32])
+    shapes = [GraphShape((), ("fa2",)), GraphShape(("fa2", "fa2_uncut"), ("fa2",))]
+    shapes = [SegmentShape()] if request.param == "segments" else shapes
+    pool, runtime = attention_pool(CFG, device, cache, batch_sizes=[8, 32], shapes=shapes)
     steps = []
     for number, batch in enumerate(batches_of(32, seed=6, num=12)):
         plan = CascadePlanner(CFG, CASCADES).plan(*batch, capacity=pool.capacity(batch.num_rows))
@@ -328,6 +334,7 @@ def test_padding_rows_write_nowhere(device):
         at += size
 
 
+@pytest.mark.parametrize("served", ["levels"], indirect=True)
 def test_refusals_touch_nothing(served, device):
     pool, steps, cache, _ = served
     plan, q, expected = steps[0]

@@ -52,12 +52,20 @@ def nan_like(q):
 
 @pytest.mark.parametrize(
     ("executor", "backend"),
-    [("flat", "fa2"), ("flat", "decode"), ("levels", "fa2"), ("levels", "decode"), ("levels", "fa3"), ("stock", "fa2")],
+    [
+        ("flat", "fa2"),
+        ("flat", "decode"),
+        ("levels", "fa2"),
+        ("levels", "decode"),
+        ("levels", "fa3"),
+        ("segments", "segments"),
+        ("stock", "fa2"),
+    ],
 )
 def test_a_plan_gives_the_same_bits_whatever_ran_before(
     executor, backend, device, make_problem, with_backends, kernels
 ):
-    if backend not in kernels:
+    if backend not in (*kernels, "segments"):
         backend = "fa2"
     small, large = (
         (with_backends(planned(batch, executor), backend), make_problem(CFG, batch)) for batch in (ALTERNATING, LARGER)
@@ -78,7 +86,7 @@ def test_a_plan_gives_the_same_bits_whatever_ran_before(
     assert torch.equal(runtime.run(large[1].q, large[1].kv_cache), first_large)
 
 
-@pytest.mark.parametrize("executor", ["flat", "levels", "stock"])
+@pytest.mark.parametrize("executor", ["flat", "levels", "segments", "stock"])
 def test_parts_together_are_the_whole(executor, device, make_problem, with_backends):
     plan = with_backends(planned(TWO_PARTS, executor), "fa2")
     assert [part.executor for part in plan.parts] == [executor] * 2
@@ -112,7 +120,7 @@ def test_layers(device, make_problem, with_backends):
 
 
 @pytest.mark.parametrize("where", ["one stream", "load beside run", "each step elsewhere"])
-@pytest.mark.parametrize("executor", ["flat", "levels", "stock"])
+@pytest.mark.parametrize("executor", ["flat", "levels", "segments", "stock"])
 def test_loading_while_runs_are_queued(executor, where, device, make_problem, with_backends, delay):
     """Ten steps without waiting for the GPU: each load comes while the run before it has not begun."""
     batches = [ALTERNATING, LARGER, TWO_PARTS]
@@ -197,6 +205,9 @@ RUNS = {
     "levels in order": (IN_ORDER, "levels", False),
     "levels, rows permuted": (ALTERNATING, "levels", False),
     "two parts, sinks": (TWO_PARTS, "levels", True),
+    "segments in order": (IN_ORDER, "segments", False),
+    "segments, rows permuted, sinks": (ALTERNATING, "segments", True),
+    "segments, two parts": (TWO_PARTS, "segments", False),
 }
 
 
@@ -281,7 +292,7 @@ def spread(x):
     return torch.stack((x, torch.full_like(x, math.nan)), -1)[..., 0]
 
 
-@pytest.mark.parametrize("executor", ["flat", "levels"])
+@pytest.mark.parametrize("executor", ["flat", "levels", "segments"])
 @pytest.mark.parametrize("name", ["q", "kv_cache", "out", "sinks"])
 @pytest.mark.parametrize("batch", [IN_ORDER, ALTERNATING], ids=["in order", "permuted"])
 def test_gaps_between_elements_are_refused(batch, name, executor, device, make_problem, with_backends):
