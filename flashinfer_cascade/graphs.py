@@ -103,7 +103,10 @@ class GraphPool:
             CapacityError: no bucket is so large.
         """
         bucket = self._bucket(num_rows, num_rows if num_requests is None else num_requests)
-        capacities = [captured.state.capacity for captured in self._captured[bucket]]
+        states = [captured.state for captured in self._captured[bucket]]
+        if bucket.kind == "append":  # a plan may have two parts, which segments' graphs do not take
+            states = [state for state in states if not isinstance(state.shape, SegmentShape)] or states
+        capacities = [state.capacity for state in states]
         return max(capacities, key=lambda capacity: (capacity.num_slots, capacity.num_levels))
 
     def replay(self, plan: CascadePlan, **inputs: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error
-from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.config import MAX_INT32, CascadeConfig
 from flashinfer_cascade.csr import Int32Array, indptr
 from flashinfer_cascade.errors import CapacityError
 from flashinfer_cascade.lower import FIELDS, WINDOW, Tiling, lower
@@ -96,6 +96,7 @@ class CapturedSegments:
             num_segments=room.num_segments,
             num_partials=room.num_partials if shape.shares else bucket.num_rows,
             num_page_indices=config.max_kv_indices,
+            num_levels=MAX_INT32 if shape.shares else 1,
         )
         self._layout = layout = SegmentLayout.of(config, bucket, shape, tiling, buffers.num_pages)
         self._host = [pinned.numpy() for pinned in buffers.pinned]
@@ -123,6 +124,7 @@ class CapturedSegments:
         capacity = self.capacity
         if (
             needs.num_parts > 1
+            or (needs.groups and not self.shape.shares)
             or needs.num_segments > capacity.num_segments
             or needs.num_partials > capacity.num_partials
         ):
