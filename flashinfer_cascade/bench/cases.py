@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Literal, NamedTuple
 
 from flashinfer_cascade.bench.workloads import APPENDS, IRREGULAR, TREES, Workload, grid, read_grid
@@ -65,12 +66,25 @@ class Case(NamedTuple):
         return work, work.config(self.num_qo_heads, self.num_kv_heads, kv_dtype=self.kv_dtype)
 
 
+def suites(names: Sequence[str]) -> list[Suite]:
+    """Suites by name; "all" is every one.
+
+    Raises:
+        InvalidBatchError: an unknown name, or none.
+    """
+    for name in names or [""]:
+        if name not in (*SUITES, "all"):
+            raise InvalidBatchError(f"no suite {name!r}: choose from {', '.join(SUITES)} or all")
+    return [suite for suite in SUITES if suite in names or "all" in names]
+
+
 def select(
     suites: Sequence[Suite],
     workloads: Sequence[str] | None = None,
     heads: Sequence[Heads] | None = None,
     page_sizes: Sequence[int] | None = None,
     kv_dtypes: Sequence[str] | None = None,
+    quick: bool = False,
 ) -> list[Case]:
     """Cases of some suites, none twice.
 
@@ -80,6 +94,7 @@ def select(
         heads: rather than the suite's.
         page_sizes: likewise.
         kv_dtypes: likewise.
+        quick: a few workloads (`QUICK`), unless some are named.
 
     Raises:
         InvalidBatchError: no suite has such a workload, or there is no such dtype.
@@ -92,16 +107,17 @@ def select(
     for name in kv_dtypes or ():
         if name not in KV_DTYPES:
             raise InvalidBatchError(f"kv_dtype {name!r}: choose from {', '.join(KV_DTYPES)}")
-    cases = []
+    wanted = (QUICK if quick else known) if workloads is None else workloads
+    cases: dict[tuple[object, ...], Case] = {}
     for suite in suites:
-        for page_size in page_sizes or ((16, 1) if suite == "irregular" else (16,)):
-            for kv_dtype in kv_dtypes or (("float8_e4m3fn",) if suite == "fp8" else ("bfloat16",)):
-                for pair in heads or _heads(suite):
-                    for name in SUITES[suite]:
-                        if workloads is None or name in workloads:
-                            own = BEAM_HEADS if name == "beam" and heads is None else pair
-                            cases.append(Case(suite, name, *own, page_size, kv_dtype))
-    return list({case[1:]: case for case in reversed(cases)}.values())[::-1]
+        pages = page_sizes or ((16, 1) if suite == "irregular" else (16,))
+        dtypes = kv_dtypes or (("float8_e4m3fn",) if suite == "fp8" else ("bfloat16",))
+        names = [name for name in SUITES[suite] if name in wanted]
+        for page_size, kv_dtype, pair, name in product(pages, dtypes, heads or _heads(suite), names):
+            own = BEAM_HEADS if name == "beam" and heads is None else pair
+            case = Case(suite, name, *own, page_size, kv_dtype)
+            cases.setdefault(case[1:], case)
+    return list(cases.values())
 
 
 def _heads(suite: Suite) -> list[Heads]:

@@ -6,14 +6,14 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flashinfer_cascade.bench.cases import FIRST_HEADS, Case, Suite
 from flashinfer_cascade.errors import InvalidBatchError
 
-SCHEMA = 1
+SCHEMA: Final = 1
 """Grows whenever a record of before would be read wrongly."""
 
 OURS = ("flat", "levels", "segments", "auto")
@@ -111,9 +111,7 @@ class Row(_Model):
     @property
     def case(self) -> Case:
         """What was measured."""
-        return Case(
-            self.suite, self.workload, self.num_qo_heads, self.num_kv_heads, self.page_size, self.kv_dtype
-        )
+        return Case(self.suite, self.workload, self.num_qo_heads, self.num_kv_heads, self.page_size, self.kv_dtype)
 
     @property
     def label(self) -> str:
@@ -188,7 +186,7 @@ class Record(_Model):
         left_out: why a case has no row.
     """
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[1]
     hardware: dict[str, str | int]
     versions: dict[str, str | None]
     commit: str
@@ -200,9 +198,9 @@ class Record(_Model):
     @model_validator(mode="before")
     @classmethod
     def _is_current(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("schema_version", SCHEMA if "rows" not in data else None) != SCHEMA:
+        if isinstance(data, dict) and data.get("schema_version") != SCHEMA:
             raise ValueError(
-                f"a record of schema {data.get('schema_version')}, but this version reads {SCHEMA}: measure again with "
+                f"schema_version={data.get('schema_version')} must be {SCHEMA}: measure again with "
                 "'flashinfer-cascade bench', or read it with the version that wrote it"
             )
         return data
@@ -224,11 +222,11 @@ def read_record(path: Path) -> Record:
     """
     try:
         return Record.model_validate_json(path.read_bytes())
-    except ValueError as error:
-        found = error.errors()[0] if hasattr(error, "errors") else {"loc": (), "msg": str(error)}
-        where = ".".join(map(str, found["loc"]))
-        message = str(found["msg"]).removeprefix("Value error, ")
-        raise InvalidBatchError(f"{path.name} is no record of this version: {where + ': ' if where else ''}{message}") from error
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = "".join(f"{part}: " for part in (".".join(map(str, found["loc"])),) if part)
+        message = found["msg"].removeprefix("Value error, ")
+        raise InvalidBatchError(f"{path.name} is no record of this version: {where}{message}") from error
 
 
 def write_record(record: Record, path: Path) -> None:

@@ -214,8 +214,8 @@ def grid(names: Iterable[str] = TREES, page_size: int = 16, seed: int = 0) -> li
         if name in listed["trees"]:
             out.append(tree(listed["trees"][name], page_size, seed, name))
         elif name in listed["append"]:
-            sizes = map(int, listed["append"][name].split(","))
-            out.append(replace(append(*sizes, page_size=page_size, seed=seed), name=name))
+            requests, shared, own, new = map(int, listed["append"][name].split(","))
+            out.append(replace(append(requests, shared, own, new, page_size, seed), name=name))
         else:
             out.append(irregular(name, page_size, seed))
     return out
