@@ -29,8 +29,6 @@ WORKSPACE_BYTES = 2**29
 POLICIES: dict[str, dict[str, Any]] = {name: {"executor": name} for name in OURS}
 """`PlannerPolicy` of each candidate of ours."""
 
-ONE_LAUNCH: dict[str, tuple[str, ...]] = {"decode": ("decode",), "append": ("prefill_fa2", "prefill_fa3")}
-"""FlashInfer's plain wrappers, for batches of one row a request (decode on tensor cores, which is fa2) and others."""
 
 MULTI_LEVEL: dict[str, str | None] = {"stock_default": None, "stock_fa2": "fa2"}
 """Its multi-level wrapper, every shared node a group: on the backend that it chooses itself, and on fa2."""
@@ -53,9 +51,9 @@ class Candidate:
 
 def candidates(config: CascadeConfig, work: Workload, q: torch.Tensor) -> dict[str, Callable[[], Candidate]]:
     """What builds each candidate by name; building raises `UnsupportedError`, and FlashInfer whatever it likes."""
-    kind = "decode" if work.num_rows == work.num_requests else "append"
-    build = {**dict.fromkeys(OURS, ours), **dict.fromkeys(ONE_LAUNCH[kind], one_launch)}
-    build |= dict.fromkeys(MULTI_LEVEL, multi_level)
+    plain = ["decode"] if work.num_rows == work.num_requests else []
+    plain += [] if work.qo_lens is None else ["prefill_fa2", "prefill_fa3"]
+    build = {**dict.fromkeys(OURS, ours), **dict.fromkeys(plain, one_launch), **dict.fromkeys(MULTI_LEVEL, multi_level)}
     return {name: partial(make, name, config, work, q) for name, make in build.items()}
 
 
@@ -97,6 +95,8 @@ def describe(plan: CascadePlan, plan_us: float, load_us: float) -> Choice:
 
 def one_launch(name: str, config: CascadeConfig, work: Workload, q: torch.Tensor) -> Candidate:
     """Every request's whole context, on one of FlashInfer's plain wrappers, planned for this very batch.
+
+    "decode" is the decode wrapper on tensor cores, which is fa2; the others are the prefill wrapper.
 
     Raises:
         UnsupportedError: `q` is on no GPU.
