@@ -1,4 +1,4 @@
-"""The command line: plan a batch, run the demo, look at the machine."""
+"""The command line: plan a batch, run the demo and the benchmark, look at the machine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashinfer_cascade import __version__
+from flashinfer_cascade.bench.options import bench
 from flashinfer_cascade.bench.traces import mooncake_batches
 from flashinfer_cascade.bench.workloads import grid
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig, PlannerPolicy
@@ -76,6 +77,9 @@ def _one_line_errors() -> Iterator[None]:
             message = str(error)
         typer.echo(f"error: {' '.join(message.split())}", err=True)
         raise typer.Exit(2) from error
+
+
+app.command()(_one_line_errors()(bench))
 
 
 def _print_version(wanted: bool) -> None:
@@ -267,82 +271,6 @@ def _print_demo(results: list[DemoResult]) -> None:
         "\nmax error: relative L2 of a (row, head); budget: twice that of plain bfloat16\n",
         highlight=False,
     )
-
-
-def _listed(text: str | None) -> list[str] | None:
-    return None if text is None else [item.strip() for item in text.split(",") if item.strip()]
-
-
-def _numbers(option: str, text: str | None, separator: str, count: int) -> list[tuple[int, ...]] | None:
-    """Items of so many numbers each, such as ``32/8,16/1``."""
-    items = []
-    for item in _listed(text) or ():
-        numbers = item.split(separator)
-        if len(numbers) != count or not all(number.isdecimal() and int(number) > 0 for number in numbers):
-            form = separator.join(["N"] * count)
-            raise InvalidBatchError(f"{option} {item!r} is not {form}: give positive numbers, comma-separated")
-        items.append(tuple(map(int, numbers)))
-    return items or None
-
-
-@app.command()
-def bench(
-    suite: Annotated[
-        str, typer.Option(help="decode, heads, append, fp8, irregular, several of them with commas, or all.")
-    ] = "decode",
-    workloads: Annotated[str | None, typer.Option(help="Of these suites, such as P1,P10,S1.")] = None,
-    heads: Annotated[
-        str | None, typer.Option(help="Query/KV heads rather than the suite's, such as 32/8,16/1.")
-    ] = None,
-    page_size: Annotated[str | None, typer.Option(help="Rather than the suite's, such as 16,1.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Rather than the suite's, such as float8_e4m3fn.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the record here, after every row.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue the record: rows that it has are not measured again.")] = False,
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which no row is begun.")] = None,
-    quick: Annotated[bool, typer.Option(help="A few workloads, three repeats.")] = False,
-    pool_gb: Annotated[float, typer.Option(min=0.1, help="GPU memory for KV caches.")] = 40.0,
-    commit: Annotated[str | None, typer.Option(help="Of the code that is measured; git's HEAD by default.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Measure nothing: draw this record.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder that --plot draws into.")] = Path("."),
-) -> None:
-    """Measure this package's executors and FlashInfer's own ways on this GPU, side by side.
-
-    Microseconds a layer in CUDA graphs, over rotating KV caches, turn and turn about; every result is held against an
-    fp64 oracle. Exits with 1 when one of this package is outside its error budget.
-    """
-    from flashinfer_cascade.bench import cases
-
-    with _one_line_errors():
-        if plot is not None:
-            from flashinfer_cascade.bench.plots import write_plots
-            from flashinfer_cascade.bench.results import read_record
-
-            for path in write_plots(read_record(plot), out):
-                typer.echo(path)
-            return
-        chosen = cases.select(
-            cases.suites(_listed(suite) or []),
-            workloads=_listed(workloads),
-            heads=_numbers("--heads", heads, "/", 2),  # type: ignore[arg-type]
-            page_sizes=[number for (number,) in _numbers("--page-size", page_size, "/", 1) or ()] or None,
-            kv_dtypes=_listed(kv_dtype),
-            quick=quick,
-        )
-        try:
-            from flashinfer_cascade.bench import command
-        except ImportError as error:
-            raise BackendUnavailableError(f"the benchmark runs on torch and triton ({error}): install them") from error
-        ok = command.bench(
-            chosen,
-            json_path,
-            resume=resume,
-            deadline_s=deadline,
-            repeats=3 if quick else 5,
-            pool_bytes=int(pool_gb * 1e9),
-            commit=commit,
-        )
-        if not ok:
-            raise typer.Exit(1)
 
 
 def _compile(config: CascadeConfig) -> None:

@@ -114,7 +114,7 @@ def select(
         dtypes = kv_dtypes or (("float8_e4m3fn",) if suite == "fp8" else ("bfloat16",))
         names = [name for name in SUITES[suite] if name in wanted]
         for page_size, kv_dtype, pair, name in product(pages, dtypes, heads or _heads(suite), names):
-            own = BEAM_HEADS if name == "beam" and heads is None else pair
+            own = BEAM_HEADS if name == "beam" and not heads else pair
             case = Case(suite, name, *own, page_size, kv_dtype)
             cases.setdefault(case[1:], case)
     return list(cases.values())
