@@ -49,8 +49,7 @@ def bench(
     """Measure this package's executors and FlashInfer's own ways on this GPU, side by side.
 
     Microseconds a layer in CUDA graphs, over rotating KV caches, turn and turn about; every result is held against
-    an fp64 oracle. Exits with 1 when one of
-    this package is outside its error budget.
+    an fp64 oracle. Exits with 1 when a result of this package is outside its error budget.
     """
     if plot is not None:
         from flashinfer_cascade.bench.plots import write_plots
