@@ -19,11 +19,12 @@ def gpu():
 )
 def test_a_case_is_measured(gpu, suite, workload, page_size):
     from flashinfer_cascade.bench.cases import Case
+    from flashinfer_cascade.bench.results import OURS
 
     row = gpu.measure(Case(suite, workload, 32, 8, page_size, "bfloat16"))
     plain = {"prefill_fa2"} if suite == "append" else {"decode"}
     assert {"flat", "levels", "auto", "stock_default", "stock_fa2"} | plain <= row.results.keys(), row.refused
-    assert row.wrong() == []
+    assert not set(row.wrong()) & set(OURS)
     assert row.checked_rows == row.num_rows
     # A cache that stayed in L2 would be read faster than HBM can.
     assert all(measured.us > 0.9 * row.roof_us for measured in row.results.values())
