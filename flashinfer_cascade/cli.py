@@ -1,4 +1,4 @@
-"""The command line: plan a batch, run the demo, look at the machine."""
+"""The command line: plan a batch, run the demo and the benchmark, look at the machine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashinfer_cascade import __version__
+from flashinfer_cascade.bench.options import bench
 from flashinfer_cascade.bench.traces import mooncake_batches
 from flashinfer_cascade.bench.workloads import grid
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig, PlannerPolicy
@@ -76,6 +77,9 @@ def _one_line_errors() -> Iterator[None]:
             message = str(error)
         typer.echo(f"error: {' '.join(message.split())}", err=True)
         raise typer.Exit(2) from error
+
+
+app.command()(_one_line_errors()(bench))
 
 
 def _print_version(wanted: bool) -> None:

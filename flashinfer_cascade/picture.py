@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flashinfer_cascade import draw
 from flashinfer_cascade.csr import Int64Array
 from flashinfer_cascade.fold import cut_at
 from flashinfer_cascade.plan import CascadePlan, PlanPart
@@ -74,7 +75,7 @@ def svg(plan: CascadePlan) -> str:
     left = LEFT
     for part, fact, head, width in zip(plan.parts, facts, heads, widths, strict=True):
         for number, (line, classes) in enumerate(head):
-            body.append(_text(left, LINE * number - top + 66, line, classes))
+            body.append(draw.text(left, LINE * number - top + 66, line, classes))
         body += _Panel(plan, part, fact, scale, left, width).draw()
         left += width + GAP
     body += _legend(plan)
@@ -85,7 +86,7 @@ def svg(plan: CascadePlan) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {box}" role="img">',
             f"<title>{escape(title)}</title><style>{STYLE}</style><defs>{HATCH}</defs>",
             '<rect width="100%" height="100%" fill="#fff"/>',
-            _text(LEFT, 36, title, "title"),
+            draw.text(LEFT, 36, title, "title"),
             f'<g transform="translate(0 {top:.0f})">',
             *body,
             "</g></svg>\n",
@@ -109,19 +110,6 @@ def _head(numbers: dict[str, Any], width: float, with_kv: bool) -> list[tuple[st
 
 def _arrow(text: str) -> str:
     return text.replace("->", "→")
-
-
-def _text(x: float, y: float, text: str, classes: str = "") -> str:
-    return f'<text x="{_num(x)}" y="{_num(y)}" class="{classes}">{escape(text)}</text>'
-
-
-def _rect(x: float, y: float, width: float, height: float, title: str = "", more: str = "") -> str:
-    box = f'<rect x="{_num(x)}" y="{_num(y)}" width="{_num(width)}" height="{_num(height)}"{more}'
-    return f"{box}><title>{escape(title)}</title></rect>" if title else f"{box}/>"
-
-
-def _num(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
 
 
 def _level_colours(num_levels: int) -> list[tuple[str, bool]]:
@@ -169,12 +157,12 @@ class _Scale(NamedTuple):
 def _axis(scale: _Scale, right: float) -> Iterator[str]:
     for token in scale.ticks:
         y = float(scale.at(token))
-        yield f'<path class="grid" d="M{LEFT - 4:.0f} {_num(y)}H{right:.0f}"/>'
-        yield _text(LEFT - 8, y + 4, str(token), "tick")
+        yield f'<path class="grid" d="M{LEFT - 4:.0f} {draw.num(y)}H{right:.0f}"/>'
+        yield draw.text(LEFT - 8, y + 4, str(token), "tick")
     label = "tokens along the sequence"
     if len(scale.tokens) > 2:
         label += " (heights: square roots of lengths)"
-    yield f'<g transform="translate(20 {HEIGHT / 2:.0f}) rotate(-90)">{_text(0, 0, label, "label quiet")}</g>'
+    yield f'<g transform="translate(20 {HEIGHT / 2:.0f}) rotate(-90)">{draw.text(0, 0, label, "label quiet")}</g>'
 
 
 def _legend(plan: CascadePlan) -> Iterator[str]:
@@ -182,17 +170,17 @@ def _legend(plan: CascadePlan) -> Iterator[str]:
     x, y = LEFT, HEIGHT + 48
     if shared:
         for colour, _ in _level_colours(shared):
-            yield _rect(x, y, max(24 / shared, 10), 14, more=f' fill="{colour}"')
+            yield draw.rect(x, y, max(24 / shared, 10), 14, more=f' fill="{colour}"')
             x += max(24 / shared, 10)
         text = f"kept: read once (level {f'0 to {shared - 1}' if shared > 1 else 0})"
-        yield _text(x + 7, y + 11, text)
+        yield draw.text(x + 7, y + 11, text)
         x += 7 + CHAR_WIDTH * len(text) + 22
     if any(not part.kept.all() for part in plan.parts):
-        yield _rect(x, y, 24, 14, more=' class="own"') + _rect(x, y, 24, 14, more=' class="merged"')
+        yield draw.rect(x, y, 24, 14, more=' class="own"') + draw.rect(x, y, 24, 14, more=' class="merged"')
         text = "merged: shared, but read again by each segment below"
-        yield _text(x + 31, y + 11, text)
+        yield draw.text(x + 31, y + 11, text)
         x += 31 + CHAR_WIDTH * len(text) + 22
-    yield _rect(x, y, 24, 14, more=' class="own"') + _text(x + 31, y + 11, "own KV of a request")
+    yield draw.rect(x, y, 24, 14, more=' class="own"') + draw.text(x + 31, y + 11, "own KV of a request")
 
 
 class _Panel:
@@ -214,7 +202,7 @@ class _Panel:
         begin = forest.page_begin.astype(np.int64) * self.page
         end = begin + self.facts.node_tokens
         yield from self._tails()
-        yield _text(self.left + self.step * self.part.num_requests / 2, HEIGHT + 20, self._caption(), "label quiet")
+        yield draw.text(self.left + self.step * self.part.num_requests / 2, HEIGHT + 20, self._caption(), "label quiet")
         for level in range(self.part.num_levels - 1):
             yield f'<g fill="{self.colours[level][0]}">'
             for node in np.flatnonzero(kept & (self.cut.node_level == level)).tolist():
@@ -249,7 +237,7 @@ class _Panel:
         x = self.left + self.part.forest.begin[node] * self.step
         y_0, y_1 = self.scale.at((start, end)).tolist()
         width = self.facts.node_requests[node] * self.step
-        return _rect(x, y_0, width, y_1 - y_0, title, ' class="thin"' if min(width, y_1 - y_0) < 3 else "")
+        return draw.rect(x, y_0, width, y_1 - y_0, title, ' class="thin"' if min(width, y_1 - y_0) < 3 else "")
 
     def _label(self, node: int, begin: int, end: int) -> Iterator[str]:
         tokens, requests = int(self.facts.node_tokens[node]), int(self.facts.node_requests[node])
@@ -265,7 +253,7 @@ class _Panel:
                 white = not merged and self.colours[int(self.cut.node_level[node])][1]
                 classes = "label" + (" halo" if merged else " light" if white else "")
                 x = self.left + self.part.forest.begin[node] * self.step + width / 2
-                yield _text(x, (y_0 + y_1) / 2 + 4, text, classes)
+                yield draw.text(x, (y_0 + y_1) / 2 + 4, text, classes)
                 return
 
     def _tails(self) -> Iterator[str]:
@@ -282,18 +270,18 @@ class _Panel:
         for first, last in zip(edges, [*edges[1:], count], strict=True):
             own = self.facts.own_tokens[first:last]
             who = count_of(last - first, "request") if last - first > 1 else f"request {self.requests[first]}"
-            path = f"M{self._x(first)} {_num(top[first])}" + self._steps(range(first, last), top, 1)
-            path += f"V{_num(bottom[last - 1])}" + self._steps(range(last - 1, first - 1, -1), bottom, 0) + "z"
+            path = f"M{self._x(first)} {draw.num(top[first])}" + self._steps(range(first, last), top, 1)
+            path += f"V{draw.num(bottom[last - 1])}" + self._steps(range(last - 1, first - 1, -1), bottom, 0) + "z"
             yield f'<path d="{path}"><title>own KV of {who}: {span(own, "token")}</title></path>'
         yield "</g>"
 
     def _x(self, position: int) -> str:
-        return _num(self.left + position * self.step)
+        return draw.num(self.left + position * self.step)
 
     def _steps(self, positions: range, heights: list[float], side: int) -> str:
         """A line along `heights`, from position to position; `side` 1 goes right, 0 left."""
         path = ""
         for at, after in zip(positions, [*positions[1:], None], strict=True):
-            if after is None or _num(heights[after]) != _num(heights[at]):
-                path += f"H{self._x(at + side)}" + ("" if after is None else f"V{_num(heights[after])}")
+            if after is None or draw.num(heights[after]) != draw.num(heights[at]):
+                path += f"H{self._x(at + side)}" + ("" if after is None else f"V{draw.num(heights[after])}")
         return path

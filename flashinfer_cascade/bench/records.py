@@ -20,11 +20,17 @@ def describe_machine(commit: str | None) -> dict[str, Any]:
     """
     import flashinfer
     import torch
+    import triton
 
     properties = torch.cuda.get_device_properties(0)
     return {
         "hardware": {"gpu": properties.name, "num_sms": properties.multi_processor_count},
-        "versions": {"flashinfer": flashinfer.__version__, "torch": torch.__version__, "cuda": torch.version.cuda},
+        "versions": {
+            "flashinfer": flashinfer.__version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda,
+        },
         "commit": commit or _head(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }

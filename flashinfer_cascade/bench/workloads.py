@@ -21,6 +21,7 @@ from flashinfer_cascade.errors import InvalidBatchError
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TREES = tuple(f"P{i}" for i in range(1, 21)) + tuple(f"S{i}" for i in range(1, 7))
+APPENDS = tuple(f"A{i}" for i in range(1, 10))
 IRREGULAR = ("half", "tool", "sample8", "beam", "chat")
 
 Spans = Sequence[tuple[Hashable, int]]
@@ -202,7 +203,7 @@ def append(requests: int, shared: int, own: int, new: int, page_size: int = 16, 
 
 
 def grid(names: Iterable[str] = TREES, page_size: int = 16, seed: int = 0) -> list[Workload]:
-    """Workloads of the benchmark grid by name: `TREES` (P1-P20, S1-S6) and `IRREGULAR`.
+    """Workloads of the benchmark grid by name: `TREES` (P1-P20, S1-S6), `APPENDS` (A1-A9) and `IRREGULAR`.
 
     Raises:
         InvalidBatchError: an unknown name.
@@ -212,13 +213,16 @@ def grid(names: Iterable[str] = TREES, page_size: int = 16, seed: int = 0) -> li
     for name in names:
         if name in listed["trees"]:
             out.append(tree(listed["trees"][name], page_size, seed, name))
+        elif name in listed["append"]:
+            requests, shared, own, new = map(int, listed["append"][name].split(","))
+            out.append(replace(append(requests, shared, own, new, page_size, seed), name=name))
         else:
             out.append(irregular(name, page_size, seed))
     return out
 
 
 def read_grid() -> dict[str, Any]:
-    """The grid's file: trees, head counts, and descriptions of the irregular workloads."""
+    """The grid's file: trees, appends, head counts, and descriptions of the irregular workloads."""
     listed: dict[str, Any] = json.loads((DATA / "grid.json").read_text(encoding="utf-8"))
     return listed
 
@@ -230,7 +234,7 @@ def irregular(name: str, page_size: int = 16, seed: int = 0) -> Workload:
         InvalidBatchError: an unknown name.
     """
     if name not in IRREGULAR:
-        raise InvalidBatchError(f"no workload {name!r}: choose from {', '.join(TREES + IRREGULAR)}")
+        raise InvalidBatchError(f"no workload {name!r}: choose from {', '.join(TREES + APPENDS + IRREGULAR)}")
     rng = np.random.default_rng(seed)
 
     def uniform(low: int, high: int, count: int) -> list[int]:

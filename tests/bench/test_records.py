@@ -3,8 +3,14 @@
 import importlib.util
 import json
 import pathlib
+import shutil
 
 import pytest
+
+from flashinfer_cascade.bench import records
+from flashinfer_cascade.bench.cases import COUNTED
+from flashinfer_cascade.bench.results import OURS, geomean, read_record
+from flashinfer_cascade.bench.roof import roof
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -16,56 +22,85 @@ def load_script(name):
     return module
 
 
-bench_gpu, bench_graphs = load_script("bench_gpu"), load_script("bench_graphs")
+bench_docs, bench_graphs = load_script("bench_docs"), load_script("bench_graphs")
 GRAPHS = json.loads(bench_graphs.RECORD.read_text())
-RECORD = json.loads(bench_gpu.RECORD.read_text())
+ROWS = [row for path in bench_docs.RECORDS for row in read_record(path).rows]
+TREE_ROWS = [row for row in ROWS if row.suite in ("decode", "heads") and row.page_size == 16]
+COUNTED_ROWS = [row for row in ROWS if row.group == ("decode", 32, 8, 16, "bfloat16") and row.workload in COUNTED]
 
 
-def rows(heads=None, counted=False):
-    return [
-        row
-        for row in RECORD["results"]
-        if (heads is None or row["heads"] == heads) and (not counted or row["workload"] in bench_gpu.COUNTED)
-    ]
-
-
-def speedup(over, counted):
-    return bench_gpu.geomean([row["us"][over][0] / row["us"]["auto"][0] for row in counted])
-
-
-@pytest.mark.parametrize("script", [bench_gpu, bench_graphs], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [bench_docs, bench_graphs], ids=lambda script: script.__name__)
 def test_the_document_shows_the_record(script, monkeypatch):
     monkeypatch.setattr("sys.argv", [script.__name__, "--check"])
     script.main()
 
 
+@pytest.mark.parametrize("change", ["table", "image", "no image", "an image too many"])
+def test_a_document_that_shows_anything_else_is_noticed(change, monkeypatch, tmp_path):
+    shutil.copytree(bench_docs.IMAGES, tmp_path / "images")
+    shutil.copy(bench_docs.DOCUMENT, tmp_path)
+    monkeypatch.setattr(bench_docs, "IMAGES", tmp_path / "images")
+    monkeypatch.setattr(bench_docs, "DOCUMENT", tmp_path / "benchmarks.md")
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["bench_docs", "--check"])
+    bench_docs.main()
+    first = min((tmp_path / "images").iterdir())
+    if change == "table":
+        document = bench_docs.DOCUMENT.read_text()
+        bench_docs.DOCUMENT.write_text(document.replace("| P10 | 20.6 |", "| P10 | 20.7 |", 1))
+    elif change == "image":
+        first.write_text(first.read_text().replace("P10", "P11", 1))
+    elif change == "no image":
+        first.unlink()
+    else:
+        (tmp_path / "images" / "bench-old.svg").write_text("<svg/>")
+    with pytest.raises(SystemExit, match=r"is stale: run python scripts/bench_docs\.py --write"):
+        bench_docs.main()
+    monkeypatch.setattr("sys.argv", ["bench_docs", "--write"])
+    bench_docs.main()
+    monkeypatch.setattr("sys.argv", ["bench_docs", "--check"])
+    bench_docs.main()
+
+
+def speedup(over):
+    return geomean(row.results[over].us / row.results["auto"].us for row in COUNTED_ROWS)
+
+
 def test_the_geometric_means_of_the_readme():
-    counted = rows([32, 8], counted=True)
-    assert len(counted) == 16
-    assert speedup("flat", counted) == pytest.approx(2.3, abs=0.05)
-    assert speedup("stock_fa2", counted) == pytest.approx(2.1, abs=0.05)
-    assert all(row["us"]["stock_fa2"][0] < row["us"]["stock_default"][0] for row in counted)
+    assert [row.workload for row in COUNTED_ROWS] == list(COUNTED)
+    assert speedup("flat") == pytest.approx(2.3, abs=0.05)
+    assert speedup("stock_fa2") == pytest.approx(2.1, abs=0.05)
+    assert all(row.results["stock_fa2"].us < row.results["stock_default"].us for row in COUNTED_ROWS)
 
 
 def test_the_choice_never_loses_more_than_three_percent_to_flat():
-    assert len(rows()) > 90
-    assert not list(bench_gpu.losses(RECORD, 1.03))
+    assert len(TREE_ROWS) > 90
+    for row in TREE_ROWS:
+        auto, flat = row.results["auto"], row.results["flat"]
+        assert auto.us <= 1.03 * flat.us or auto.low_us <= flat.high_us, row.case
 
 
 def test_levels_are_never_slower_than_the_stock_wrapper():
-    for row in rows():
-        assert row["us"]["levels"][0] <= row["us"]["stock_fa2"][0], (row["workload"], row["heads"])
+    for row in TREE_ROWS:
+        assert row.results["levels"].us <= row.results["stock_fa2"].us, row.case
 
 
 def test_every_result_is_within_its_error_budget():
-    for row in rows():
-        for name in ("auto", "flat", "levels"):
-            assert row["max_error"][name] <= row["error_budget"], (row["workload"], row["heads"], name)
+    for row in ROWS:
+        assert not set(row.wrong()) & set(OURS), row.case
+
+
+def test_rows_and_roofs_are_those_of_the_grid():
+    for row in ROWS:
+        work, config = row.case.build()
+        assert row.roof_us == pytest.approx(roof(config, work).us, abs=0.006), row.case
+        assert (row.num_requests, row.description) == (work.num_requests, work.description)
 
 
 def test_predictions_of_whole_plans_are_close():
     for name in ("flat", "levels"):
-        ratios = [row["predicted_us"][name] / row["us"][name][0] for row in rows() if name in row["predicted_us"]]
+        choices = [(row.choices["levels"].predicted_us, row.results[name].us) for row in TREE_ROWS]
+        ratios = [predicted[name] / us for predicted, us in choices if name in predicted]
         assert sum(1 / 1.15 <= ratio <= 1.15 for ratio in ratios) >= 0.8 * len(ratios)
         assert all(1 / 1.4 <= ratio <= 1.4 for ratio in ratios)
 
