@@ -188,7 +188,7 @@ class PlannerPolicy(BaseModel):
         "max_levels allows",
     )
     min_speedup: float = Field(
-        default=1.1,
+        default=1.02,
         ge=1.0,
         le=10.0,
         description="cascade only when predicted this many times faster than flat",
