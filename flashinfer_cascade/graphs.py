@@ -103,11 +103,7 @@ class GraphPool:
             CapacityError: no bucket is so large.
         """
         bucket = self._bucket(num_rows, num_rows if num_requests is None else num_requests)
-        states = [captured.state for captured in self._captured[bucket]]
-        if bucket.kind == "append":  # a plan may have two parts, which segments' graphs do not take
-            states = [state for state in states if not isinstance(state.shape, SegmentShape)] or states
-        capacities = [state.capacity for state in states]
-        return max(capacities, key=lambda capacity: (capacity.num_slots, capacity.num_levels))
+        return self._roomiest(bucket).state.capacity
 
     def replay(self, plan: CascadePlan, **inputs: torch.Tensor) -> Any:
         """Run the step for one batch through a graph.
@@ -189,6 +185,14 @@ class GraphPool:
         over = {name: pair for name, pair in sizes.items() if pair[0] > pair[1]}
         raise capacity_error(f"a batch of {num_requests} requests", over, "Capture a larger bucket, or run it eagerly")
 
+    def _roomiest(self, bucket: Bucket) -> _Captured:
+        """The graph of a bucket that takes the deepest cascades."""
+
+        def room(captured: _Captured) -> tuple[int, int]:
+            return captured.state.capacity.num_slots, captured.state.capacity.num_levels
+
+        return max(self._captured[bucket], key=room)
+
     def _select(self, plan: CascadePlan) -> tuple[_Captured, Laid]:
         bucket = self._bucket(plan.num_rows, plan.num_requests)
         levels = plan.levels(with_pages=False)
@@ -214,8 +218,7 @@ class GraphPool:
                 if laid is not None:
                     return self._captured[bucket][-1], laid
         if best is None:
-            roomiest = max(self._captured[bucket], key=lambda captured: captured.state.capacity.num_slots)
-            raise roomiest.state.misfit(plan)
+            raise self._roomiest(bucket).state.misfit(plan)
         if len(self._chosen) >= MAX_CHOSEN:
             self._chosen.clear()
         self._chosen[key] = best[0], best[1].distance, best[1].level_of

@@ -49,7 +49,6 @@ class Needs(NamedTuple):
         backends: the kernel that it asks for on each level.
         groups: of each shared level, those for rows of padding included.
         is_short: whether the decode kernel never cuts its requests' own KV.
-        num_parts: of the plan.
         num_segments: of the plan.
         num_partials: its (segment, row) pairs.
     """
@@ -57,7 +56,6 @@ class Needs(NamedTuple):
     backends: tuple[Backend, ...]
     groups: tuple[int, ...]
     is_short: bool
-    num_parts: int
     num_segments: int
     num_partials: int
 
@@ -71,7 +69,7 @@ class Needs(NamedTuple):
         )
         # A decode batch is a single part, its own KV last.
         is_short = bucket.kind == "decode" and int(plan.seg_kv_len[-plan.num_requests :].max()) <= MIN_SPLIT_TOKENS
-        sizes = len(plan.parts), plan.num_segments, int(plan.seg_num_rows.sum())
+        sizes = plan.num_segments, int(plan.seg_num_rows.sum())
         return cls(tuple(level_backends(plan)), groups, is_short, *sizes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from flashinfer_cascade.runtime.fit import IDLE, OTHER_KERNEL, Laid, Needs
 from flashinfer_cascade.runtime.graph_levels import GraphBuffers, StagedPages
 from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
 from flashinfer_cascade.runtime.shapes import Bucket, SegmentRoom, SegmentShape
+
+_BY_SEGMENT = [field.name for field in fields(CascadePlan) if field.name.startswith("seg_")]
+"""Names of a plan's arrays with an entry for each segment."""
 
 
 class SegmentLayout(NamedTuple):
@@ -62,6 +66,19 @@ class SegmentLayout(NamedTuple):
         begins = [at, *(at + end for end in accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))]
         places = (slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False))
         return cls(*places, end=begins[-1])  # type: ignore[arg-type,misc]  # mypy does not count places
+
+
+def as_one_part(plan: CascadePlan) -> CascadePlan:
+    """The same segments in a single part, for kernels that run all of a batch at once.
+
+    They are sorted by level, then part and row. Only what `lower` reads is right of the part.
+    """
+    if len(plan.parts) == 1:
+        return plan
+    order = np.argsort(plan.seg_level, kind="stable")
+    last = plan.parts[-1]
+    part = replace(plan.parts[0], request_end=last.request_end, row_end=last.row_end, seg_end=last.seg_end)
+    return replace(plan, parts=(part,), **{name: getattr(plan, name)[order] for name in _BY_SEGMENT})
 
 
 class CapturedSegments:
@@ -123,8 +140,7 @@ class CapturedSegments:
         """See `graph_state.GraphExecutor.lay`."""
         capacity = self.capacity
         if (
-            needs.num_parts > 1
-            or (needs.groups and not self.shape.shares)
+            (needs.groups and not self.shape.shares)
             or needs.num_segments > capacity.num_segments
             or needs.num_partials > capacity.num_partials
         ):
@@ -136,10 +152,8 @@ class CapturedSegments:
     def misfit(self, plan: CascadePlan) -> CapacityError:
         """See `graph_state.GraphExecutor.misfit`."""
         what = f"the plan for a graph of {self.bucket} ({self.shape})"
-        lacking = self.capacity.lacks(plan.usage())
-        if not lacking:
-            lacking = {"parts": (len(plan.parts), 1)}
-        return capacity_error(what, lacking, "Plan with the capacity of this graph, or run it eagerly")
+        remedy = "Plan with the capacity of this graph, or run it eagerly"
+        return capacity_error(what, self.capacity.lacks(plan.usage()), remedy)
 
     def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""
@@ -159,6 +173,7 @@ class CapturedSegments:
                 if plan is None:
                     self._write_nothing(memory)
                 else:
+                    plan = as_one_part(plan)
                     runs = [(plan.seg_page_begin, plan.seg_num_pages)]
                     staged = buffers.stage_pages(memory, buffers.num_pages, layout.end, plan.pages, runs)
                     self._write(memory, plan, staged.offsets[0])
@@ -176,9 +191,8 @@ class CapturedSegments:
 
     def _write(self, memory: Int32Array, plan: CascadePlan, offset: int) -> None:
         layout, rows = self._layout, plan.num_rows
-        part = plan.parts[0]
         page_begin = indptr(plan.seg_num_pages)[:-1] + offset
-        lowered = lower(plan, part, self._tiling, page_begin, self._room.num_partials)
+        lowered = lower(plan, plan.parts[0], self._tiling, page_begin, self._room.num_partials)
         row_map = memory[layout.row_map]
         row_map[:] = np.arange(self.bucket.num_rows)
         if plan.row_order is not None:

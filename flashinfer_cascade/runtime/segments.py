@@ -47,7 +47,7 @@ class SegmentsExecutor:
     def __init__(self, config: CascadeConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self._tiling = tiling_of(config, device)
-        self._kernels = SegmentKernels(config, self._tiling, dependent=torch.cuda.get_device_capability(device)[0] >= 9)
+        self._kernels = segment_kernels(config, self._tiling, device)
         self._staging = StagingBuffer(0, device)
         self._partials = reserve_partials(config, 0, device)
         self._arrays: SegmentArrays | None = None

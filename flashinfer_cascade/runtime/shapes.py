@@ -36,6 +36,10 @@ so many groups that its workspace grows with the rows, 270 kB each at 32 query h
 PARTIALS_PER_ROW = 8
 """Segments above a row, on average, that segment graphs have room for."""
 
+MAX_SEGMENT_ROWS = 16
+"""Rows a request up to which graphs for appends are captured on the segments' kernels by default: those of prefill are
+bound by compute, for which FlashInfer's are better, and the room for partial results would be large."""
+
 MIN_FA3_ROWS = 512
 """Query rows times group size below which no shape with fa3 is captured by default."""
 
@@ -132,7 +136,7 @@ class StockShape(NamedTuple):
 
 
 class SegmentShape(NamedTuple):
-    """The segments' kernels, which take any plan of one part.
+    """The segments' kernels, which take any plan, its parts together.
 
     Attributes:
         shares: whether plans may have shared segments; without, two launches fewer idle, in decode graphs only.
@@ -180,7 +184,7 @@ def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3:
     if not may_run_segments(config):
         return levels
     if bucket.kind == "append":
-        return [*levels, SegmentShape()]
+        return [*levels, *([SegmentShape()] if bucket.num_rows <= MAX_SEGMENT_ROWS * bucket.num_requests else [])]
     flat: list[AnyShape] = [shape for shape in levels if isinstance(shape, GraphShape) and not shape.shared]
     return [*flat, SegmentShape(shares=False), *([SegmentShape()] if bucket.num_requests > 1 else [])]
 
