@@ -72,7 +72,7 @@ def captured(config, bucket, *, shares=True):
 CASES = {
     "decode": ({}, 16, None, 1),
     "appends": ({"page_size": 1}, 11, 40, 3),
-    "one KV head": ({"num_kv_heads": 1, "page_size": 64, "kv_layout": "HND"}, 11, None, 1),
+    "group 16": ({"num_qo_heads": 16, "num_kv_heads": 1, "kv_layout": "HND"}, 11, None, 1),
 }
 # How plans are made for a graph that takes them all; appends of more than a row are a second part in some.
 POLICIES = [
@@ -86,11 +86,12 @@ POLICIES = [
 def check_case(changes, requests, rows, max_new):
     config = CascadeConfig(**(BASE | changes))
     bucket = make_bucket(config, requests) if rows is None else make_bucket(config, None, rows, requests)
-    state = GraphState(config, CPU, captured(config, bucket))
+    graph = captured(config, bucket)
+    state = GraphState(config, CPU, graph)
     rng = np.random.default_rng(rows or requests)
     sinks = torch.linspace(-2, 2, config.num_qo_heads)
     kv_cache = make_kv_cache(config, NUM_PAGES)
-    steps, parts = [], set()
+    steps, parts, had_wide = [], set(), False
     for number, policy in enumerate(POLICIES):
         count = requests - 3 * number
         batch = random_batch(rng, page_size=config.page_size, num_requests=count, max_len=100, max_new=max_new)
@@ -102,6 +103,7 @@ def check_case(changes, requests, rows, max_new):
         q = torch.full((bucket.num_rows, *live.shape[1:]), math.nan, dtype=live.dtype)
         q[: len(live)] = live
         state.load(plan)
+        had_wide |= bool(graph._arrays.num_wide)
         out, lse = state.run(q, kv_cache, sinks=sinks, out=torch.full_like(q, math.nan), return_lse=True)
         oracle, oracle_lse = dense_attention(config, live, kv_cache, *batch, sinks=sinks)
         plain = plain_attention(config, live, kv_cache, *batch, sinks=sinks)
@@ -111,6 +113,7 @@ def check_case(changes, requests, rows, max_new):
         assert torch.allclose(lse[len(live) :], (sinks * math.log2(math.e)).expand_as(lse[len(live) :]))
         steps.append((plan, q, out))
     assert parts == ({1} if max_new == 1 else {1, 2})
+    assert had_wide == (config.group_size == 16)
     for plan, q, out in steps[:2]:
         state.load(plan)
         assert torch.equal(state.run(q, kv_cache, sinks=sinks), out)
