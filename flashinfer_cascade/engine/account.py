@@ -27,7 +27,7 @@ class RunStats:
         rows: query tokens, those of prompts included.
         read_tokens: KV tokens that the plans' segments hold: what attention reads, once a layer.
         flat_tokens: KV tokens that it would read without a cascade: every sequence's whole context.
-        plan_us: host time of each step's session calls and its plan.
+        plan_us: host time of each step's planning: telling the session what changed, and its plan.
         executors: steps that a part of the plan named an executor in, by part and executor.
         graph_replays: steps that ran in a captured graph (on the CPU: through the pool).
         graph_inexact: of these, those on other kernels than planned.

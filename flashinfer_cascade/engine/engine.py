@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,13 +14,12 @@ from flashinfer_cascade.config import PlannerPolicy
 from flashinfer_cascade.engine.account import RunStats
 from flashinfer_cascade.engine.config import EngineConfig
 from flashinfer_cascade.engine.model import Llama
-from flashinfer_cascade.engine.requests import Request, SequenceId
-from flashinfer_cascade.engine.scheduler import Batch, Scheduler, SchedulerStats
+from flashinfer_cascade.engine.requests import Batch, Request, SequenceId
+from flashinfer_cascade.engine.scheduler import Scheduler, SchedulerStats
 from flashinfer_cascade.graphs import capture_cuda_graphs
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.planner import CascadePlanner
 from flashinfer_cascade.runtime import CascadeRuntime
-from flashinfer_cascade.session import PlanSession
 
 INPUTS = ("token", "position", "slot")
 STAGED = (*INPUTS, "last", "copy_from", "copy_to")
@@ -41,6 +40,10 @@ class RunResult:
     stats: RunStats
     scheduling: SchedulerStats
 
+    def record(self) -> dict[str, Any]:
+        """Its numbers, ready for JSON."""
+        return self.stats.record() | asdict(self.scheduling)
+
 
 class Sampled(NamedTuple):
     """Logits of a step, as `Engine.run` shows them.
@@ -56,6 +59,15 @@ class Sampled(NamedTuple):
 
 OnLogits = Callable[[Sampled], None]
 OnStep = Callable[[RunStats, Scheduler], None]
+
+
+class _Step(NamedTuple):
+    """A step that is ready but for the tokens that the one before samples."""
+
+    batch: Batch
+    plan: CascadePlan
+    positions: list[int]
+    slots: list[int]
 
 
 class _Flight(NamedTuple):
@@ -107,7 +119,7 @@ class Engine:
         self._done = torch.cuda.Event() if is_gpu else None
 
     def _step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.model.hidden(*(inputs[name] for name in INPUTS), self.cache, self.runtime.run)
+        return self.model.hidden(inputs["token"], inputs["position"], inputs["slot"], self.cache, self.runtime.run)
 
     def run(
         self,
@@ -131,8 +143,7 @@ class Engine:
             InvalidBatchError: a request has an empty prompt, or nothing to generate.
             CapacityError: a request could never run.
         """
-        session = CascadePlanner(self.cascade_config, policy).session()
-        scheduler = Scheduler(self.config, session, forced)
+        scheduler = Scheduler(self.config, CascadePlanner(self.cascade_config, policy).session(), forced)
         for request in requests:
             scheduler.submit(request)
         shape = self.model.shape
@@ -142,8 +153,7 @@ class Engine:
         arrived = time.perf_counter()
         while True:
             # The step before runs meanwhile: scheduling goes by lengths, its tokens are not needed.
-            batch = scheduler.schedule()
-            plan = None if batch is None else self._plan(session, batch, stats)
+            step = self._prepare(scheduler, stats)
             if flight is not None:
                 scheduler.complete(flight.batch, self._wait(flight))
                 now = time.perf_counter()
@@ -152,34 +162,48 @@ class Engine:
                 arrived = now
                 if on_step is not None:
                     on_step(stats, scheduler)
-            if batch is None or plan is None:
+            if step is None:
                 if flight is None:
                     break
                 flight = None  # whoever waited for a token of it may be scheduled now
                 continue
-            flight = self._launch(batch, plan, on_logits)
+            flight = self._launch(step, on_logits)
         inexact, eager, replays = before
         stats.graph_inexact = self.pool.stats.inexact - inexact
         stats.graph_replays = self.pool.stats.replays.total() - replays
         stats.eager = self.pool.stats.eager - eager
         return RunResult(scheduler.outputs, stats, scheduler.stats)
 
-    def _plan(self, session: PlanSession, batch: Batch, stats: RunStats) -> CascadePlan:
+    def _prepare(self, scheduler: Scheduler, stats: RunStats) -> _Step | None:
+        told_us = scheduler.stats.tell_us
+        batch = scheduler.schedule()
+        if batch is None:
+            return None
         begin = time.perf_counter_ns()
         is_decode = batch.num_rows == len(batch.rows)
-        plan = session.plan(capacity=self.pool.capacity(batch.num_rows) if is_decode else None)
-        stats.planned(plan, batch.num_flat_tokens, (time.perf_counter_ns() - begin) / 1e3)
-        return plan
+        plan = scheduler.session.plan(capacity=self.pool.capacity(batch.num_rows) if is_decode else None)
+        plan_us = (time.perf_counter_ns() - begin) / 1e3 + scheduler.stats.tell_us - told_us
+        stats.planned(plan, batch.num_flat_tokens, plan_us)
+        size = self.config.page_size
+        positions: list[int] = []
+        slots: list[int] = []
+        for sequence, first, end, _ in batch.rows:
+            positions += range(first, end)
+            slots += [sequence.pages[at // size] * size + at % size for at in range(first, end)]
+        return _Step(batch, plan, positions, slots)
 
-    def _launch(self, batch: Batch, plan: CascadePlan, on_logits: OnLogits | None) -> _Flight:
+    def _launch(self, step: _Step, on_logits: OnLogits | None) -> _Flight:
         """Queue a step; the host waits for nothing but the step before, whose staging area it reuses."""
+        batch, plan, positions, slots = step
         if self._done is not None:
             self._done.synchronize()
         if batch.copies:
             sources, targets = zip(*batch.copies, strict=True)
             to = self._stage("copy_to", targets).to(self.runtime.device, non_blocking=True)
             self.cache[:, to] = self.cache[:, self._stage("copy_from", sources).to(to.device, non_blocking=True)]
-        hidden = self.pool.run(plan, **self._inputs(batch))
+        tokens = [token for rows in batch.rows for token in rows.sequence.tokens[rows.begin : rows.end]]
+        inputs = zip(INPUTS, (tokens, positions, slots), strict=True)
+        hidden = self.pool.run(plan, **{name: self._stage(name, values) for name, values in inputs})
         last = [end - 1 for end, rows in zip(_ends(batch), batch.rows, strict=True) if rows.receivers]
         if len(last) < batch.num_rows:
             hidden = hidden[self._stage("last", last).to(hidden.device, non_blocking=True)]
@@ -199,20 +223,6 @@ class Engine:
             self._done.synchronize()
         likely: list[list[int]] = flight.likely.tolist()
         return likely
-
-    def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """A step's tokens, their positions, and the slots that their KV goes to."""
-        size = self.config.page_size
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        for sequence, begin, end, _ in batch.rows:
-            pages = sequence.pages
-            tokens += sequence.tokens[begin:end]
-            positions += range(begin, end)
-            slots += [pages[at // size] * size + at % size for at in range(begin, end)]
-        values = dict(zip(INPUTS, (tokens, positions, slots), strict=True))
-        return {name: self._stage(name, values[name]) for name in INPUTS}
 
     def _stage(self, name: str, values: Sequence[int]) -> torch.Tensor:
         """Put integers into their part of the staging area."""

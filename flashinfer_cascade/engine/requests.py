@@ -1,4 +1,4 @@
-"""What an engine is asked for, and what it keeps of each sequence that it generates."""
+"""What an engine is asked for, what it keeps of each sequence that it generates, and a step over several."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Request:
         id: unique among the requests of a run.
         prompt: token ids, at least one.
         max_new_tokens: to generate, for each sample.
-        num_samples: how often to continue the prompt. Sample i begins with the i-th most likely token; from there on all
-            are greedy.
+        num_samples: how often to continue the prompt. Sample i begins with the i-th most likely token; from there
+            on all are greedy.
     """
 
     id: int
@@ -94,3 +94,35 @@ class Sequence:
         pages, self.pages = self.pages, []
         self.scheduled_len, self.num_committed, self.chain = 0, 0, ROOT
         return pages
+
+
+class Rows(NamedTuple):
+    """A sequence's rows in a step.
+
+    Attributes:
+        sequence: whose.
+        begin, end: positions of its tokens.
+        receivers: sequences that get a token sampled from the last row; none while a prompt is incomplete.
+    """
+
+    sequence: Sequence
+    begin: int
+    end: int
+    receivers: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step.
+
+    Attributes:
+        rows: of each running sequence, in the order of the planner's session.
+        copies: pages to copy before anything is written, from and to.
+        num_rows: query tokens.
+        num_flat_tokens: KV tokens that attention reads without a cascade: every sequence's whole context.
+    """
+
+    rows: list[Rows]
+    copies: list[tuple[int, int]]
+    num_rows: int
+    num_flat_tokens: int

@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from flashinfer_cascade.engine.allocator import PageAllocator
 from flashinfer_cascade.engine.config import EngineConfig
-from flashinfer_cascade.engine.requests import Request, Sequence, SequenceId
+from flashinfer_cascade.engine.requests import Batch, Request, Rows, Sequence, SequenceId
 from flashinfer_cascade.errors import CapacityError, InvalidBatchError
 from flashinfer_cascade.session import PlanSession
-
-
-class Rows(NamedTuple):
-    """A sequence's rows in a step.
-
-    Attributes:
-        sequence: whose.
-        begin, end: positions of its tokens.
-        receivers: sequences that get a token sampled from the last row; none while a prompt is incomplete.
-    """
-
-    sequence: Sequence
-    begin: int
-    end: int
-    receivers: tuple[Sequence, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step.
-
-    Attributes:
-        rows: of each running sequence, in the order of the planner's session.
-        copies: pages to copy before anything is written, from and to.
-        num_rows: query tokens.
-        num_flat_tokens: KV tokens that attention reads without a cascade: every sequence's whole context.
-    """
-
-    rows: list[Rows]
-    copies: list[tuple[int, int]]
-    num_rows: int
-    num_flat_tokens: int
 
 
 @dataclass(slots=True)
@@ -58,6 +27,7 @@ class SchedulerStats:
         preemptions: sequences that had to give up their pages.
         copied_pages: copies on write.
         max_held_pages: most pages held at once.
+        tell_us: host time of telling the planner's session, in all.
     """
 
     prompt_tokens: int = 0
@@ -65,6 +35,7 @@ class SchedulerStats:
     preemptions: int = 0
     copied_pages: int = 0
     max_held_pages: int = 0
+    tell_us: float = 0.0
 
 
 @dataclass(slots=True)
@@ -183,7 +154,7 @@ class Scheduler:
                 parent.num_committed,
                 parent.chain,
             )
-            self.session.fork(parent.id, child.id)
+            self._tell(self.session.fork, parent.id, child.id)
             self._running.append(child)
         self._forks.clear()
 
@@ -194,7 +165,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
-        self.session.remove(sequence.id)
+        self._tell(self.session.remove, sequence.id)
         self.allocator.release(sequence.forget_pages())
 
     def _continue(self, copies: list[tuple[int, int]]) -> int:
@@ -212,13 +183,13 @@ class Scheduler:
                 decodes.append(sequence)
         if decodes:
             are_all = len(decodes) == len(self._running)
-            self.session.step(new_pages, ids=None if are_all else [sequence.id for sequence in decodes])
+            self._tell(self.session.step, new_pages, ids=None if are_all else [sequence.id for sequence in decodes])
             for sequence in decodes:
                 self._advance(sequence, 1)
         num_tokens = len(decodes)
         if partial is not None and partial.pages:
             chunk = min(partial.length - partial.scheduled_len, self.config.max_num_tokens - num_tokens)
-            self.session.append(partial.id, chunk)
+            self._tell(self.session.append, partial.id, chunk)
             self._advance(partial, chunk)
             self.stats.prompt_tokens += chunk
             num_tokens += chunk
@@ -245,7 +216,7 @@ class Scheduler:
             shared, sequence.pages[index] = sequence.pages[index], page
             copies.append((shared, page))
             self.allocator.release([shared])
-            self.session.replace_page(sequence.id, index, page)
+            self._tell(self.session.replace_page, sequence.id, index, page)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -275,7 +246,8 @@ class Scheduler:
             sequence.pages = pages + self.allocator.take(missing)
             sequence.scheduled_len, sequence.num_committed, sequence.chain = len(pages) * size, len(pages), chain
             chunk = min(sequence.length - sequence.scheduled_len, room)
-            self.session.add(
+            self._tell(
+                self.session.add,
                 sequence.id,
                 np.array(sequence.pages),
                 sequence.scheduled_len + chunk,
@@ -309,6 +281,11 @@ class Scheduler:
             self._forks += [(sequence, child) for child in children]
             receivers = (sequence, *children)
         return Rows(sequence, sequence.scheduled_len - sequence.num_rows, sequence.scheduled_len, receivers)
+
+    def _tell(self, call: Callable[..., None], *values: Any, **named: Any) -> None:
+        begin = time.perf_counter_ns()
+        call(*values, **named)
+        self.stats.tell_us += (time.perf_counter_ns() - begin) / 1e3
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.page_size)

@@ -1,0 +1,71 @@
+"""Serve requests with a small engine around the library: continuous batching, a prefix cache, CUDA graphs.
+
+python scripts/serve.py --samples 8x8 --prompt 4096 --compare
+python scripts/serve.py --tools 64 --compare
+python scripts/serve.py --trace conversation --requests 64 --max-prompt 4096 --compare
+python scripts/serve.py --suite --json PATH         all of these, for the record: needs a GPU
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from flashinfer_cascade.engine.cases import SUITE, ServeOptions
+from flashinfer_cascade.engine.serve import agrees, serve
+
+COMPILE = """
+import torch
+from flashinfer_cascade import UnsupportedError
+from flashinfer_cascade.engine.config import EngineConfig
+from flashinfer_cascade.engine.model import LLAMA_8B
+from flashinfer_cascade.runtime.launch import compile_backend
+try:
+    compile_backend(LLAMA_8B.cascade_config(EngineConfig(num_pages=1)), {backend!r}, torch.device("cuda", 0))
+except UnsupportedError as error:
+    print({backend!r}, "is not for this GPU:", error)
+"""
+
+
+def compile_side_by_side():
+    """FlashInfer compiles a module at its first use, 20 to 90 s each: here all at once, each in its own process."""
+    backends = ("fa2", "decode", "fa3")
+    started = [subprocess.Popen([sys.executable, "-c", COMPILE.format(backend=backend)]) for backend in backends]
+    for backend, process in zip(backends, started, strict=True):
+        if process.wait():
+            print(
+                f"{backend}: compiling failed with status {process.returncode}; serving will say why", file=sys.stderr
+            )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, field in ServeOptions.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        if field.annotation is bool:
+            parser.add_argument(flag, action="store_true", default=None, help=field.description)
+        else:
+            kind = int if "int" in str(field.annotation) else str
+            parser.add_argument(flag, type=kind, help=f"{field.description} [{field.default}]")
+    parser.add_argument("--suite", action="store_true", help="samples, tools and conversation, flat against cascade")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--commit", help="of the code that is measured; git's HEAD by default")
+    arguments = vars(parser.parse_args())
+    suite, path, commit = (arguments.pop(name) for name in ("suite", "json", "commit"))
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if suite:
+        given = {"compare": True, "repeats": 5} | given
+        if torch.cuda.is_available():
+            compile_side_by_side()
+    record = serve(ServeOptions(**given), SUITE if suite else {}, Console(), commit)
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(not agrees(record))
+
+
+if __name__ == "__main__":
+    main()
