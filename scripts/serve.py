@@ -12,9 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pydantic
 import torch
 from rich.console import Console
 
+from flashinfer_cascade import CascadeError
 from flashinfer_cascade.engine.cases import SUITE, ServeOptions
 from flashinfer_cascade.engine.serve import agrees, serve
 
@@ -58,10 +60,14 @@ def main():
     suite, path, commit = (arguments.pop(name) for name in ("suite", "json", "commit"))
     given = {name: value for name, value in arguments.items() if value is not None}
     if suite:
+        if not torch.cuda.is_available():
+            parser.error("--suite needs a GPU: flashinfer-cascade demo --serve is the same in small")
         given = {"compare": True, "repeats": 5} | given
-        if torch.cuda.is_available():
-            compile_side_by_side()
-    record = serve(ServeOptions(**given), SUITE if suite else {}, Console(), commit)
+        compile_side_by_side()
+    try:
+        record = serve(ServeOptions(**given), SUITE if suite else {}, Console(), commit)
+    except (CascadeError, pydantic.ValidationError, OSError) as error:
+        parser.error(str(error))
     if path is not None:
         path.write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(not agrees(record))

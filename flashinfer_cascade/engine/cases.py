@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -53,21 +53,29 @@ class ServeOptions(BaseModel):
     seed: int = Field(default=0, ge=0, description="of weights and tokens")
 
 
-SUITE = {
+SUITE: dict[str, dict[str, Any]] = {
     "samples": {"samples": "8x8", "prompt": 4096, "output": 256},
     "tools": {"tools": 64, "output": 256},
     "conversation": {"trace": "conversation", "requests": 64, "max_prompt": 4096, "output": 256},
 }
 """What is measured on a GPU, with what changes in `ServeOptions`."""
 
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "samples": {"samples": "4x4", "prompt": 250, "output": 16},
     "tools": {"tools": 12, "shrink": 16, "output": 16},
     "conversation": {"trace": "conversation", "requests": 8, "shrink": 16, "output": 16},
 }
 """The same in small, for seconds on a CPU. At these sizes no cascade pays, so they are served with one by force."""
 
-SMALL_OPTIONS = {"compare": True, "repeats": 1, "batch": 16, "budget": 256, "policy": "levels", "model": "tiny"}
+SMALL_OPTIONS: dict[str, Any] = {
+    "compare": True,
+    "repeats": 1,
+    "batch": 16,
+    "budget": 256,
+    "policy": "levels",
+    "model": "tiny",
+    "device": "cpu",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,13 +179,13 @@ class Llama:
 
 @torch.inference_mode()
 def dense_logits(model: Llama, tokens: list[int], first: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a model must say: one sequence at once, without a cache, pages or batches, all in `dtype`.
+    """What a model must say: one sequence at once, without a cache, pages or batches.
 
     Args:
         model: its weights alone are used.
         tokens: of the sequence.
         first: the first position wanted.
-        dtype: of all arithmetic.
+        dtype: of all arithmetic, but that positions and rotations have float32 at least.
 
     Returns:
         ``[len(tokens) - first, vocab_size]``.
@@ -193,16 +193,17 @@ def dense_logits(model: Llama, tokens: list[int], first: int, dtype: torch.dtype
     shape, device = model.shape, model.device
     heads, kv_heads, dim = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
     at = torch.arange(len(tokens), device=device)
-    frequencies = torch.exp(-math.log(shape.rope_theta) * torch.arange(dim // 2, device=device, dtype=dtype) * 2 / dim)
-    turn = torch.polar(torch.ones((), device=device, dtype=dtype), at[:, None] * frequencies)[:, None]
+    wide = torch.promote_types(dtype, torch.float32)
+    frequencies = torch.exp(-math.log(shape.rope_theta) * torch.arange(dim // 2, device=device, dtype=wide) * 2 / dim)
+    turn = torch.polar(torch.ones((), device=device, dtype=wide), at[:, None] * frequencies)[:, None]
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + shape.rms_norm_eps)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         # The two halves of a head are real and imaginary parts.
-        turned = torch.complex(*x.chunk(2, -1)) * turn
-        return torch.cat((turned.real, turned.imag), -1)
+        turned = torch.complex(*x.to(wide).chunk(2, -1)) * turn
+        return torch.cat((turned.real, turned.imag), -1).to(dtype)
 
     x = model.embedding[torch.tensor(tokens, device=device)].to(dtype)
     for layer in model.layers:

@@ -47,9 +47,9 @@ def serve(
         InvalidBatchError: nothing to serve is given.
         CapacityError: a request could never run with these sizes.
     """
-    if options.device != "cuda" and not torch.cuda.is_available():
-        torch.set_num_threads(1)  # thousands of small products: threads would mostly wait for each other
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # thousands of small products: threads would mostly wait for each other
     shape = _shape(options, device)
     each = [options.model_copy(update=change) for change in changes.values()] or [options]
     cases = [case for one in each for case in make_cases(one, shape.vocab_size)]
