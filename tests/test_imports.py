@@ -59,18 +59,8 @@ def imports(path):
 
 
 ENGINE = [
-    "allocator",
-    "config",
-    "requests",
-    "scheduler",
-    "model",
-    "account",
-    "engine",
-    "compare",
-    "prompts",
-    "cases",
-    "show",
-    "serve",
+    *("allocator", "config", "requests", "scheduler", "model", "account", "engine"),
+    *("compare", "prompts", "cases", "show", "serve"),
 ]
 """In the order of their imports."""
 

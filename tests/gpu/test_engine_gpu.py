@@ -34,7 +34,7 @@ def requests_of():
     rng = np.random.default_rng(0)
     root = rng.integers(SHAPE.vocab_size, size=515).tolist()
     requests = [Request(id, root + rng.integers(SHAPE.vocab_size, size=9 + 7 * id).tolist(), 40) for id in range(8)]
-    requests += [Request(8, root[:333], 50, num_samples=6), Request(9, root[:16], 20, num_samples=2)]
+    requests += [Request(8, root[:333], 50, num_samples=6), Request(9, root[:20], 20, num_samples=2)]
     return requests
 
 
@@ -46,11 +46,11 @@ def test_cascades_agree_with_flat(num_pages, policy, model):
     engine = Engine(model, config)
     found = check_logits(engine, requests_of(), policy)
     assert found.ok, found
-    assert found.num_rows > 700
+    assert found.num_rows == 8 * 40 + 6 * 50 - 5 + 2 * 20 - 1  # samples of a prompt share one row
     for _ in range(2):
         served = engine.run(requests_of(), policy)
         assert served.stats.graph_replays == served.stats.num_decode_steps > 40
-        assert served.scheduling.copied_pages >= 6
+        assert served.scheduling.copied_pages >= 3
         assert (served.scheduling.preemptions > 0) == (num_pages == 75)
     if policy is LEVELS:
         assert served.stats.executors["decode", "levels"] > 40
