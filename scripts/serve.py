@@ -4,6 +4,8 @@ python scripts/serve.py --samples 8x8 --prompt 4096 --compare
 python scripts/serve.py --tools 64 --compare
 python scripts/serve.py --trace conversation --requests 64 --max-prompt 4096 --compare
 python scripts/serve.py --suite --json PATH         all of these, for the record: needs a GPU
+python scripts/serve.py --write                     put the table of the committed record into docs/serving.md
+python scripts/serve.py --check                     fail when docs/serving.md shows another
 """
 
 import argparse
@@ -17,8 +19,14 @@ import torch
 from rich.console import Console
 
 from flashinfer_cascade import CascadeError
+from flashinfer_cascade.bench.records import put_table
 from flashinfer_cascade.engine.cases import SUITE, ServeOptions
 from flashinfer_cascade.engine.serve import agrees, serve
+from flashinfer_cascade.engine.show import markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "docs" / "records" / "h200_serve.json"
+DOCUMENT = ROOT / "docs" / "serving.md"
 
 COMPILE = """
 import torch
@@ -56,8 +64,13 @@ def main():
     parser.add_argument("--suite", action="store_true", help="samples, tools and conversation, flat against cascade")
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--commit", help="of the code that is measured; git's HEAD by default")
+    parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     arguments = vars(parser.parse_args())
-    suite, path, commit = (arguments.pop(name) for name in ("suite", "json", "commit"))
+    suite, path, commit, write, check = (arguments.pop(name) for name in ("suite", "json", "commit", "write", "check"))
+    if write or check:
+        put_table(DOCUMENT, "scripts/serve.py", markdown(json.loads(RECORD.read_text())), write=write)
+        return
     given = {name: value for name, value in arguments.items() if value is not None}
     if suite:
         if not torch.cuda.is_available():

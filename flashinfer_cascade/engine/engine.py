@@ -163,10 +163,7 @@ class Engine:
                 if on_step is not None:
                     on_step(stats, scheduler)
             if step is None:
-                if flight is None:
-                    break
-                flight = None  # whoever waited for a token of it may be scheduled now
-                continue
+                break
             flight = self._launch(step, on_logits)
         inexact, eager, replays = before
         stats.graph_inexact = self.pool.stats.inexact - inexact

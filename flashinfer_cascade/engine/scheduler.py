@@ -111,7 +111,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def schedule(self) -> Batch | None:
-        """The next step; None while there is nothing to run. Tokens of the step before may still be unknown."""
+        """The next step; None once all is done. Tokens of the step before may still be unknown, of those before not."""
         self._fork()
         self._retire()
         copies: list[tuple[int, int]] = []
@@ -166,6 +166,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._tell(self.session.remove, sequence.id)
+        self._commit(sequence)
         self.allocator.release(sequence.forget_pages())
 
     def _continue(self, copies: list[tuple[int, int]]) -> int:
@@ -234,11 +235,7 @@ class Scheduler:
             pages, chain = self.allocator.match(sequence.tokens, (sequence.length - 1) // size)
             missing = self._pages_for(sequence.length) - len(pages)
             beside = len(self._running) + sequence.num_samples if self._running else 0
-            if (
-                sequence.num_pending
-                or sequence.num_samples > seats
-                or missing + beside > self.allocator.available_beside(pages)
-            ):
+            if sequence.num_samples > seats or missing + beside > self.allocator.available_beside(pages):
                 break
             self._waiting.popleft()
             self._running.append(sequence)
@@ -260,11 +257,15 @@ class Scheduler:
             seats -= sequence.num_samples
 
     def _advance(self, sequence: Sequence, num_rows: int) -> None:
-        """Schedule tokens, and make known the pages that they fill, as far as their tokens are known.
+        """Schedule tokens.
 
-        Requests admitted in this very step may find these pages: a layer writes all KV before it reads any.
+        Requests admitted in this very step may find the pages that these fill: a layer writes all KV before it reads.
         """
         sequence.advance(num_rows)
+        self._commit(sequence)
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Make known the pages that scheduled tokens fill, as far as these are known themselves."""
         size = self.config.page_size
         for number in range(sequence.num_committed, min(sequence.scheduled_len, len(sequence.tokens)) // size):
             tokens = sequence.tokens[number * size : (number + 1) * size]

@@ -61,6 +61,8 @@ def serve(
         engine = Engine(Llama(shape, config.max_seq_len, device, seed=options.seed), config)
     pool = engine.pool
     record: dict[str, Any] = {
+        "what": "each run serves all requests of a case from an empty cache; KV bytes are those of all layers, counted "
+        "from the plans; plan_us: host time a step of telling the session what changed and of planning",
         **_machine(device, commit),
         "model": shape.model_dump(),
         "engine": config.model_dump(),

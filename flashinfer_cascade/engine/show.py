@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from flashinfer_cascade.bench.records import machine_line
 from flashinfer_cascade.engine.account import RunStats
 from flashinfer_cascade.engine.cases import Case
 from flashinfer_cascade.engine.engine import OnStep
@@ -92,6 +93,33 @@ def print_case(case: dict[str, Any], console: Console) -> None:
         ]
     for line in lines:
         console.print(line, highlight=False)
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """A record of comparisons as a table for a document, its machine in front."""
+    model, engine = record["model"], record["engine"]
+    lines = [
+        machine_line(record),
+        "",
+        f"{model['num_layers']} layers of {model['hidden_size']}, {model['num_qo_heads']}/{model['num_kv_heads']} heads "
+        f"of {model['head_dim']}, {model['dtype']}; {engine['num_pages']} pages of {engine['page_size']} tokens; "
+        f"{record['captured']['graphs']} graphs captured; medians of {len(record['cases'][0]['flat'])} turns.",
+        "",
+        "| requests | tokens/s, flat | tokens/s, cascade | gain | gain in decode steps | KV read | planning, us "
+        "| steps in graphs | eager | logits apart | bound |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in record["cases"]:
+        last, found, gain = case["cascade"][-1], case["agreement"], case["gain"]
+        flat, cascade = (f"{_median(case[name], 'tokens_per_s'):.0f}" for name in ("flat", "cascade"))
+        read = last["kv_read_bytes"] / last["kv_flat_bytes"]
+        plan_us = statistics.median(run["plan_us"]["median"] for run in case["cascade"])
+        lines.append(
+            f"| {case['name']}: {case['description']} | {flat} | {cascade} | {gain['tokens_per_s']:.2f}x "
+            f"| {gain['decode_tokens_per_s']:.2f}x | {read:.0%} | {plan_us:.0f} | {last['graph_replays']} "
+            f"| {sum(last['eager_steps'].values())} | {found['max_error']:.4f} | {found['bound']:.4f} |"
+        )
+    return "\n".join(lines)
 
 
 def _median(runs: list[dict[str, Any]], key: str) -> float:

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer_cascade import CascadePlanner, PlannerPolicy
 from flashinfer_cascade.engine.account import RunStats
-from flashinfer_cascade.engine.compare import check_logits, compare, row_errors
+from flashinfer_cascade.engine.compare import Agreement, check_logits, compare, row_errors
 from flashinfer_cascade.engine.config import EngineConfig
 from flashinfer_cascade.engine.engine import Engine
 from flashinfer_cascade.engine.model import TINY, Llama, dense_logits
@@ -186,6 +186,16 @@ def test_wrong_cascades_are_noticed(wrong, monkeypatch):
 
     monkeypatch.setattr(engine, "run", counted)
     assert not check_logits(engine, REQUESTS, LEVELS).ok
+
+
+@pytest.mark.parametrize(
+    ("errors", "ok"),
+    [((0.03, 0.01, 0.02), True), ((0.031, 0.01, 0.02), False), ((0.03, 0.01, 0.021), False), ((0.01, 0.0, 0.0), False)],
+)
+def test_both_errors_are_bounded(errors, ok):
+    apart, flat, cascade = errors
+    found = Agreement(10, apart, 3 * flat, flat, cascade, 1.0)
+    assert found.ok == ok
 
 
 def test_what_is_counted_is_what_plans_say():

@@ -55,10 +55,7 @@ class Device:
             if overlap and flight is not None:
                 self.complete(flight)
             if step is None:
-                if flight is None or not overlap:
-                    return
-                flight = None
-                continue
+                return
             self.launch(*step)
             flight = step[0]
             if not overlap:
@@ -199,6 +196,15 @@ def test_a_prompt_is_found_again_but_for_its_last_token():
     device = serve(scheduler, [Request(0, [1] * 12, 2), Request(1, [1] * 12, 1)])
     assert steps(device) == [[((0, 0), 0, 12)], [((0, 0), 12, 13)], [((1, 0), 8, 12)]]
     assert scheduler.stats.cached_tokens == 8
+
+
+def test_generated_tokens_are_found_again_page_by_page():
+    first = Request(0, [1] * 6, 11)
+    whole = first.prompt + continued(first, 0)
+    scheduler = scheduler_of(max_batch_size=1)
+    serve(scheduler, [first, Request(1, [*whole, 2, 2], 1)])
+    # 17 tokens, the last of which was never put in: 4 full pages.
+    assert scheduler.stats.cached_tokens == 16
 
 
 def test_a_request_finds_what_another_computes_in_the_same_step():

@@ -14,6 +14,7 @@ from flashinfer_cascade import InvalidBatchError
 from flashinfer_cascade.engine import serve as serve_module
 from flashinfer_cascade.engine.cases import SMALL, SMALL_OPTIONS, SUITE, ServeOptions, make_cases
 from flashinfer_cascade.engine.serve import agrees, serve
+from flashinfer_cascade.engine.show import markdown
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "serve.py"
 
@@ -132,6 +133,17 @@ def test_progress_is_drawn_on_a_terminal(monkeypatch):
     console = Console(file=printed, width=120, force_terminal=True)
     serve(ServeOptions(samples="2x2", prompt=20, output=3, repeats=1, batch=4, device="cpu"), {}, console, "abc")
     assert "4 running, 0 waiting" in printed.getvalue()
+
+
+def test_a_record_becomes_a_table(small):
+    record = copy.deepcopy(small[0])
+    record["hardware"]["gpu"], record["versions"]["flashinfer"] = "H200", "0.7"
+    text = markdown(record)
+    assert text.startswith("H200, FlashInfer 0.7, torch ")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 3
+    assert len({row.count("|") for row in rows}) == 1
+    assert f"| {small[0]['cases'][0]['agreement']['max_error']:.4f} |" in rows[2]
 
 
 def load_script():
