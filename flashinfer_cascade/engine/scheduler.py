@@ -115,10 +115,8 @@ class Scheduler:
         self._fork()
         self._retire()
         copies: list[tuple[int, int]] = []
-        preempted = self.stats.preemptions
-        room = self.config.max_num_tokens - self._continue(copies)
-        if preempted == self.stats.preemptions:
-            self._admit(room)
+        # A sequence preempted here cannot come back in this step: it needs more pages than it gave up.
+        self._admit(self.config.max_num_tokens - self._continue(copies))
         if not self._running:
             return None
         held = self.config.num_pages - self.allocator.num_available

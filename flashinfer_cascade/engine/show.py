@@ -101,8 +101,8 @@ def markdown(record: dict[str, Any]) -> str:
     lines = [
         machine_line(record),
         "",
-        f"{model['num_layers']} layers of {model['hidden_size']}, {model['num_qo_heads']}/{model['num_kv_heads']} heads "
-        f"of {model['head_dim']}, {model['dtype']}; {engine['num_pages']} pages of {engine['page_size']} tokens; "
+        f"{model['num_layers']} layers of {model['hidden_size']}, {model['num_qo_heads']}/{model['num_kv_heads']} "
+        f"heads of {model['head_dim']}, {model['dtype']}; {engine['num_pages']} pages of {engine['page_size']} tokens; "
         f"{record['captured']['graphs']} graphs captured; medians of {len(record['cases'][0]['flat'])} turns.",
         "",
         "| requests | tokens/s, flat | tokens/s, cascade | gain | gain in decode steps | KV read | planning, us "

@@ -178,11 +178,13 @@ def test_the_script_writes_a_record_and_fails_when_logits_differ(monkeypatch, tm
     ("arguments", "message"),
     [
         ([], "nothing to serve"),
+        (["--suite"], "--suite needs a GPU: flashinfer-cascade demo --serve is the same in small"),
         (["--samples", "2x9", "--batch", "8"], "request 0 can never run: max_batch_size 9 > 8"),
         (["--trace", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
     ],
 )
 def test_the_script_refuses_wrong_arguments(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["serve.py", "--device", "cpu", *arguments])
     with pytest.raises(SystemExit, match=r"^2$"):
         load_script().main()
