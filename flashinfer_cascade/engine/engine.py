@@ -86,7 +86,6 @@ class Engine:
     Args:
         model: with its weights; decides the device.
         config: sizes.
-        progress: show captures on stderr.
 
     Attributes:
         runtime: of the attention.
@@ -94,7 +93,7 @@ class Engine:
         cache: see `Llama.make_cache`.
     """
 
-    def __init__(self, model: Llama, config: EngineConfig, *, progress: bool = False) -> None:
+    def __init__(self, model: Llama, config: EngineConfig) -> None:
         self.model, self.config = model, config
         self.cascade_config = model.shape.cascade_config(config)
         self.runtime = CascadeRuntime(self.cascade_config, model.device)
@@ -111,7 +110,7 @@ class Engine:
                 name: torch.full((config.max_batch_size,), value, device=self.runtime.device)
                 for name, value in padding.items()
             },
-            progress=progress,
+            progress=False,
         )
         is_gpu = self.runtime.device.type == "cuda"
         self._staging = torch.empty(len(STAGED), config.max_num_tokens, dtype=torch.int64, pin_memory=is_gpu)
