@@ -212,12 +212,20 @@ def demo(
     only: Annotated[list[str] | None, typer.Option(help="Run this workload alone; may be given several times.")] = None,
     as_json: AsJson = False,
     picture_dir: Annotated[Path | None, typer.Option(help="Draw each plan into an SVG file in this folder.")] = None,
+    serving: Annotated[
+        bool, typer.Option("--serve", help="Serve requests with a small engine instead, flat and with cascades.")
+    ] = False,
 ) -> None:
     """Plan and execute batches of real traces on the CPU, each checked against an fp64 oracle.
 
     Every workload runs twice: as the planner chooses, and as a cascade over every shared node ("forced"), so that
     cascades are executed where they do not pay too. Exits with 1 when a result is outside its error budget.
+
+    With --serve, a tiny model serves samples, tool calls and a trace, in small; the logits of both ways are compared.
     """
+    if serving:
+        _demo_serve(only, as_json, picture_dir)
+        return
     with _one_line_errors():
         try:
             from flashinfer_cascade.bench.demo import execute, select
@@ -238,6 +246,26 @@ def demo(
             _print_demo(results)
             typer.echo(f"{len(results) - len(failed)} of {len(results)} executed plans agree with the fp64 oracle")
         if failed:
+            raise typer.Exit(1)
+
+
+def _demo_serve(only: list[str] | None, as_json: bool, picture_dir: Path | None) -> None:
+    with _one_line_errors():
+        try:
+            from flashinfer_cascade.engine.cases import SMALL, SMALL_OPTIONS, ServeOptions
+            from flashinfer_cascade.engine.serve import agrees, serve
+        except ImportError as error:
+            raise BackendUnavailableError(f"the demo executes with torch ({error}): pip install torch") from error
+        if picture_dir is not None:
+            raise UnsupportedError("--picture-dir draws the plans of single batches: leave it or --serve out")
+        for name in only or ():
+            if name not in SMALL:
+                raise InvalidBatchError(f"the demo serves no {name!r}: choose from {', '.join(SMALL)}")
+        changes = {name: change for name, change in SMALL.items() if not only or name in only}
+        record = serve(ServeOptions(**SMALL_OPTIONS), changes, Console(quiet=as_json))
+        if as_json:
+            typer.echo(json.dumps(record, indent=2))
+        if not agrees(record):
             raise typer.Exit(1)
 
 

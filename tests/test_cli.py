@@ -244,6 +244,26 @@ def test_demo_refuses_unknown_workloads():
     assert "the demo has no workload 'P99': choose from conversation" in complaint("demo", "--only", "P99")
 
 
+@needs_torch
+def test_demo_serves(monkeypatch):
+    record = answer("demo", "--serve", "--only", "samples")
+    (case,) = record["cases"]
+    assert case["agreement"]["ok"]
+    assert case["cascade"][0]["kv_read_bytes"] < 0.4 * case["flat"][0]["kv_read_bytes"]
+    from flashinfer_cascade.engine import serve
+
+    monkeypatch.setattr(serve, "agrees", lambda record: False)
+    result = invoke("demo", "--serve", "--only", "samples")
+    assert result.exit_code == 1
+    assert "cascade against flat" in result.stdout
+
+
+@needs_torch
+def test_demo_refuses_to_serve_what_it_does_not_know():
+    assert "the demo serves no 'P4': choose from samples, tools" in complaint("demo", "--serve", "--only", "P4")
+    assert "--picture-dir draws the plans" in complaint("demo", "--serve", "--picture-dir", "x")
+
+
 def test_doctor_reports_this_machine():
     found = answer("doctor")
     assert found["versions"]["flashinfer-cascade"] == __version__

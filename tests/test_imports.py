@@ -79,6 +79,42 @@ def test_nothing_but_tools_imports_integrations():
     assert importers <= {"bench", "cli.py", "doctor.py"}
 
 
+def imports(path):
+    """Modules of this package that a file imports, wherever it does so."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (
+            name.removeprefix("flashinfer_cascade.") for name in names if name and "flashinfer_cascade." in name
+        )
+
+
+ENGINE = [
+    *("allocator", "config", "requests", "scheduler", "model", "account", "engine"),
+    *("compare", "prompts", "cases", "show", "serve"),
+]
+"""In the order of their imports."""
+
+
+def test_the_engine_stands_below_all_that_it_uses():
+    root = pathlib.Path(flashinfer_cascade.__file__).parent
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).with_suffix("").as_posix()
+        used = {module.split(".")[0] for module in imports(path)}
+        if name.startswith("engine/"):
+            assert not used & {"cli", "doctor"}, name
+        elif name != "cli":
+            assert "engine" not in used, name
+
+
+def test_the_engine_s_modules_import_only_those_before_them():
+    folder = pathlib.Path(flashinfer_cascade.__file__).parent / "engine"
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", *ENGINE}
+    for number, name in enumerate(ENGINE):
+        used = {module.split(".")[1] for module in imports(folder / f"{name}.py") if module.startswith("engine.")}
+        assert used <= set(ENGINE[:number]), name
+
+
 def test_all_names_exist_and_are_sorted():
     assert flashinfer_cascade.__all__ == sorted(flashinfer_cascade.__all__)
     for name in flashinfer_cascade.__all__:
