@@ -118,7 +118,7 @@ def plan(
     profile: Annotated[
         str, typer.Option(help=f"The GPU: {', '.join(PROFILES)}, or a JSON file with a profile.")
     ] = "h200",
-    executor: Annotated[str, typer.Option(help="auto, flat, levels or stock.")] = "auto",
+    executor: Annotated[str, typer.Option(help="auto, flat, levels, segments or stock.")] = "auto",
     max_levels: Annotated[int, typer.Option(help="Most levels of a plan.")] = 8,
     as_json: AsJson = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the forest into this SVG file.")] = None,

@@ -50,11 +50,13 @@ def examine() -> dict[str, Any]:
         "libraries": probed["libraries"],
         "cuda": probed["cuda"],
         "gpus": probed["gpus"],
+        "nvrtc": probed["nvrtc"],
         "tools": tools,
         "executors": {
             "reference": probed["libraries"]["torch"]["error"],
             "flat": why_not,
             "levels": why_not,
+            "segments": why_not,
             "stock": why_not,
         },
     }
@@ -77,6 +79,9 @@ def findings(examined: dict[str, Any]) -> list[Finding]:
         lines.append(Finding("GPU", text, tuple(map(int, gpu["capability"].split("."))) >= MIN_CAPABILITY))
     if not examined["gpus"]:
         lines.append(Finding("GPU", "none that torch can use", False))
+    if examined["gpus"]:
+        nvrtc = "there" if examined["nvrtc"] else "not found: segments of few rows run on Triton, which takes longer"
+        lines.append(Finding("NVRTC", nvrtc, examined["nvrtc"]))
     for tool, path in examined["tools"].items():
         lines.append(Finding(tool, path or "not found; FlashInfer needs it to compile kernels", path is not None))
     return lines
@@ -86,10 +91,13 @@ def probe() -> dict[str, Any]:
     """Import the libraries here and now, and ask torch for GPUs."""
     packages = {"torch": "torch", "flashinfer": "flashinfer-python", "triton": "triton"}
     libraries = {module: _library(module, package) for module, package in packages.items()}
-    found: dict[str, Any] = {"libraries": libraries, "cuda": None, "gpus": []}
+    found: dict[str, Any] = {"libraries": libraries, "cuda": None, "gpus": [], "nvrtc": False}
     if libraries["torch"]["error"] is None:
         import torch
 
+        from flashinfer_cascade.runtime.nvrtc import has_nvrtc
+
+        found["nvrtc"] = has_nvrtc()
         found["cuda"] = torch.version.cuda
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)
@@ -134,12 +142,13 @@ def _probe_apart() -> dict[str, Any]:
     except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
         broken = {"version": None, "error": f"looking at it failed: {lines[-1]}"}
-        return {"libraries": dict.fromkeys(("torch", "flashinfer", "triton"), broken), "cuda": None, "gpus": []}
+        libraries = dict.fromkeys(("torch", "flashinfer", "triton"), broken)
+        return {"libraries": libraries, "cuda": None, "gpus": [], "nvrtc": False}
     return found
 
 
 def _why_no_gpu_executor(probed: dict[str, Any]) -> str | None:
-    """Why the executors on FlashInfer cannot run; None when they can."""
+    """Why no executor but the reference can run; None when they can: they come together."""
     libraries = probed["libraries"]
     if libraries["torch"]["error"]:
         return f"torch: {libraries['torch']['error']}"

@@ -15,6 +15,7 @@ HEALTHY = {
     "libraries": {"torch": FINE, "flashinfer": FINE, "triton": FINE},
     "cuda": "13.0",
     "gpus": [GPU],
+    "nvrtc": True,
 }
 
 
@@ -31,7 +32,7 @@ def examined(monkeypatch, **changes):
 
 def test_a_healthy_machine_runs_everything(monkeypatch):
     found = examined(monkeypatch)
-    assert found["executors"] == {"reference": None, "flat": None, "levels": None, "stock": None}
+    assert found["executors"] == dict.fromkeys(("reference", "flat", "levels", "segments", "stock"))
     lines = {finding.name: finding for finding in doctor.findings(found)}
     assert lines["GPU"].found == "NVIDIA H200, 150 GB, capability 9.0, profile h200"
     assert lines["GPU"].ok
@@ -57,8 +58,18 @@ def test_a_missing_native_core_is_a_finding(monkeypatch, there):
 )
 def test_the_first_obstacle_is_named(monkeypatch, changes, reason):
     found = examined(monkeypatch, **changes)
-    assert found["executors"]["flat"] == found["executors"]["levels"] == reason
+    assert {found["executors"][name] for name in ("flat", "levels", "segments", "stock")} == {reason}
     assert (found["executors"]["reference"] is None) == ("torch" not in changes)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_missing_nvrtc_is_a_finding(monkeypatch, there):
+    found = examined(monkeypatch, nvrtc=there)
+    lines = {finding.name: finding for finding in doctor.findings(found)}
+    assert lines["NVRTC"].ok == there
+    assert found["executors"]["segments"] is None
+    without_gpu = examined(monkeypatch, nvrtc=there, gpus=[])
+    assert "NVRTC" not in {finding.name for finding in doctor.findings(without_gpu)}
 
 
 def test_the_table_shows_reasons(monkeypatch):
