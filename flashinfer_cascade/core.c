@@ -804,3 +804,220 @@ i64 fic_steady(const model *m, const state *st, const i64 *slots, i64 n, const i
         return DIFFERENT;
     return status;
 }
+
+/* lower.Tiling, and what of the configuration counts; native_lower.Tiles. */
+enum { MAX_BLOCKS = 4, FIELDS = 8, WINDOW = 32 }; /* native_lower.MAX_BLOCKS; lower.FIELDS, WINDOW */
+typedef struct {
+    i64 num_sms, group_size, num_kv_heads, wide_rows, wide_tokens, wide_blocks, min_cut, short_rows, short_tokens;
+    i64 narrow_rows, short_tile_tokens, narrow_tile_tokens, min_run_tiles, max_finished;
+    i64 num_short_blocks, num_narrow_blocks, short_blocks[MAX_BLOCKS], narrow_blocks[MAX_BLOCKS];
+} tiles;
+
+/* The segments of a part, sorted by level; rows counted from the part's first. */
+typedef struct {
+    const int32_t *row_begin, *num_rows, *kv_start, *kv_len, *row_pos;
+    const i64 *page_begin;
+    i64 n, row_0, rows;
+} segments;
+
+static i64 num_runs(const tiles *t, i64 blocks) { return max_of(t->num_sms * blocks / t->num_kv_heads, 1); }
+
+/* Positions 0..n in the order of falling keys, equal ones as they come; spare is of n entries. */
+static void sort_falling(const i64 *key, i64 n, i64 *order, i64 *spare) {
+    for (i64 i = 0; i < n; i++) order[i] = i;
+    for (i64 width = 1; width < n; width *= 2) {
+        for (i64 low = 0; low < n; low += 2 * width) {
+            i64 middle = min_of(low + width, n), high = min_of(low + 2 * width, n), a = low, b = middle;
+            for (i64 k = low; k < high; k++)
+                spare[k] = b >= high || (a < middle && key[order[a]] >= key[order[b]]) ? order[a++] : order[b++];
+        }
+        memcpy(order, spare, (size_t)n * sizeof(i64));
+    }
+}
+
+/* lower._Stream: of the n segments in seg. Arrays of n entries: order, first_run, pieces, and three of scratch; load is
+ * of the runs. runs: int32[most runs, FIELDS]. */
+static void cut_stream(const tiles *t, const segments *s, i64 tile_tokens, const i64 *blocks, i64 num_blocks,
+                       const i64 *seg, i64 n, int may_cut, i64 *order, i64 *first_run, i64 *pieces, i64 *scratch,
+                       i64 *load, int32_t *runs) {
+    i64 most_runs = num_runs(t, blocks[num_blocks - 1]), total = 0, count = 0, longest = 0;
+    i64 *length = scratch, *sorted = scratch + n, *spare = scratch + 2 * n;
+    memset(runs, 0, (size_t)(most_runs * FIELDS) * sizeof(int32_t));
+    for (i64 i = 0; i < n; i++) {
+        length[i] = ceil_div(s->kv_len[seg[i]], tile_tokens);
+        total += length[i];
+        pieces[i] = 1;
+    }
+    if (!n) return;
+    sort_falling(length, n, sorted, spare);
+    for (i64 b = 0; b < num_blocks; b++) {
+        i64 wanted = num_runs(t, blocks[b]), most = 0;
+        memset(load, 0, (size_t)wanted * sizeof(i64));
+        for (i64 rank = 0; rank < n; rank++) {
+            i64 turn = rank / wanted, place = rank % wanted, run = turn % 2 ? wanted - 1 - place : place;
+            most = max_of(most, load[run] += length[sorted[rank]]);
+        }
+        if (!count || most * 10 <= longest * 9) longest = most, count = wanted;
+    }
+    i64 ideal = ceil_div(total, count);
+    if (!may_cut || longest <= max_of(ideal + 1, ideal * 5 / 4)) {
+        for (i64 rank = 0; rank < n; rank++) {
+            i64 turn = rank / count, place = rank % count;
+            first_run[sorted[rank]] = turn % 2 ? count - 1 - place : place;
+        }
+        memset(load, 0, (size_t)(most_runs + 1) * sizeof(i64)); /* items before each run */
+        for (i64 i = 0; i < n; i++) {
+            load[first_run[i] + 1]++;
+            runs[first_run[i] * FIELDS + 4] += (int32_t)length[i];
+        }
+        for (i64 run = 0; run < most_runs; run++) {
+            load[run + 1] += load[run];
+            runs[run * FIELDS + 3] = (int32_t)min_of(load[run], n);
+        }
+        for (i64 i = 0; i < n; i++) order[load[first_run[i]]++] = i;
+        return;
+    }
+    i64 used = min_of(num_runs(t, blocks[0]), ceil_div(total, t->min_run_tiles)), item = 0, end = length[0];
+    for (i64 run = 0; run < most_runs; run++) {
+        i64 cut = min_of(run, used) * total / used, next = min_of(run + 1, used) * total / used;
+        while (end <= cut && item < n - 1) end += length[++item];
+        int32_t *of = runs + run * FIELDS;
+        of[3] = (int32_t)item;
+        of[4] = (int32_t)(next - cut);
+        of[5] = (int32_t)((cut - (end - length[item])) * tile_tokens);
+    }
+    i64 begin = 0, run = 0;
+    for (i64 i = 0; i < n; i++) {
+        order[i] = i;
+        while (run + 1 < used && (run + 1) * total / used <= begin) run++;
+        first_run[i] = run;
+        i64 last = run, until = begin + length[i];
+        while ((last + 1) * total / used < until) last++;
+        pieces[i] = last - run + 1;
+        begin = until;
+    }
+}
+
+/* Items of a stream, and the beginning of its runs' records. */
+static void write_stream(const segments *s, const i64 *seg, i64 n, const i64 *order, const i64 *first_run,
+                         const i64 *above, const i64 *number, const int32_t *partial_indptr, int32_t *items,
+                         int32_t *runs, i64 most_runs) {
+    for (i64 k = 0; k < n; k++, items += FIELDS) {
+        i64 at = seg[order[k]], row = s->row_begin[at] - s->row_0;
+        items[0] = (int32_t)row, items[1] = s->num_rows[at], items[2] = (int32_t)s->page_begin[at];
+        items[3] = s->kv_len[at], items[4] = partial_indptr[row], items[5] = (int32_t)number[at];
+        items[6] = (int32_t)(above[at] - first_run[order[k]]), items[7] = s->kv_start[at];
+    }
+    memset(items, 0, WINDOW * FIELDS * sizeof(int32_t));
+    items -= n * FIELDS;
+    for (i64 run = 0; run < most_runs; run++, runs += FIELDS)
+        for (int k = 0; k < 3; k++) runs[k] = items[runs[3] * FIELDS + k];
+}
+
+/* lower.lower. sizes: i64[3], written: wide, short and narrow items. wide: int32[most, FIELDS]; short and narrow:
+ * int32[n + WINDOW, FIELDS]; runs: int32[most runs, FIELDS]; partial_indptr: int32[rows + 1]; combined: int32[rows].
+ * Returns 0, or -1 without memory. */
+i64 fic_lower(const tiles *t, const segments *s, i64 max_partials, i64 *sizes, int32_t *wide, int32_t *shorts,
+              int32_t *short_runs, int32_t *narrow, int32_t *narrow_runs, int32_t *partial_indptr,
+              int32_t *combined) {
+    i64 n = s->n, per_tile = t->wide_rows / t->group_size, heads = t->num_kv_heads, work = 0, num[3] = {0};
+    i64 runs[2] = {num_runs(t, t->short_blocks[t->num_short_blocks - 1]),
+                   num_runs(t, t->narrow_blocks[t->num_narrow_blocks - 1])};
+    i64 most = max_of(runs[0], runs[1]);
+    i64 *memory = malloc((size_t)(18 * n + 2 * s->rows + most + 1) * sizeof(i64));
+    if (!memory) return -1;
+    i64 *kind = memory, *above = memory + n, *pieces = memory + 2 * n, *chunk = memory + 3 * n, *number = memory + 4 * n;
+    i64 *seg[3] = {memory + 5 * n, memory + 6 * n, memory + 7 * n};
+    i64 *order[2] = {memory + 8 * n, memory + 9 * n}, *first[2] = {memory + 10 * n, memory + 11 * n};
+    i64 *stream = memory + 12 * n, *scratch = memory + 13 * n; /* n entries, and 3 * n */
+    i64 *counts = memory + 18 * n, *below = counts + s->rows, *load = below + s->rows;
+    for (i64 i = 0; i < n; i++) {
+        i64 packed = s->num_rows[i] * t->group_size, length = s->kv_len[i];
+        kind[i] = -1, pieces[i] = 0;
+        if (!length) continue;
+        kind[i] = packed <= t->narrow_rows ? 2 : packed <= t->short_rows && length <= t->short_tokens ? 1 : 0;
+        seg[kind[i]][num[kind[i]]++] = i;
+        if (!kind[i]) work += ceil_div(s->num_rows[i], per_tile) * length;
+    }
+    double share = (double)(work * heads) / (double)(t->num_sms * t->wide_blocks), wanted = (double)t->min_cut;
+    if (share > wanted) wanted = share;
+    for (int may_cut = 1; may_cut >= 0; may_cut--) {
+        for (i64 k = 0; k < num[0]; k++) {
+            i64 i = seg[0][k], length = s->kv_len[i];
+            chunk[i] = length;
+            if (may_cut) {
+                double cuts = rint((double)length / wanted);
+                i64 even = ceil_div(length, cuts > 1.0 ? (i64)cuts : 1);
+                chunk[i] = ceil_div(even, t->wide_tokens) * t->wide_tokens;
+            }
+            pieces[i] = ceil_div(length, chunk[i]);
+        }
+        for (int which = 0; which < 2; which++) {
+            const i64 *blocks = which ? t->narrow_blocks : t->short_blocks;
+            cut_stream(t, s, which ? t->narrow_tile_tokens : t->short_tile_tokens, blocks,
+                       which ? t->num_narrow_blocks : t->num_short_blocks, seg[1 + which], num[1 + which], may_cut,
+                       order[which], first[which], stream, scratch, load, which ? narrow_runs : short_runs);
+            for (i64 k = 0; k < num[1 + which]; k++) pieces[seg[1 + which][k]] = stream[k];
+        }
+        /* Pieces above each segment, the same for all of its rows; below: those of narrow ones alone. */
+        memset(counts, 0, (size_t)(2 * s->rows) * sizeof(i64));
+        i64 total = 0, *of_narrow = scratch; /* by segment */
+        for (i64 i = 0; i < n; i++) {
+            i64 row = s->row_begin[i] - s->row_0;
+            above[i] = counts[row], of_narrow[i] = below[row];
+            if (!pieces[i]) continue;
+            for (i64 r = row; r < row + s->num_rows[i]; r++) {
+                counts[r] += pieces[i];
+                if (kind[i] == 2) below[r] += pieces[i];
+            }
+        }
+        for (i64 r = 0; r < s->rows; r++) combined[r] = counts[r] == 1 ? -1 : (int32_t)counts[r];
+        for (i64 i = 0; i < n; i++) number[i] = counts[s->row_begin[i] - s->row_0] == 1;
+        if (t->max_finished)
+            for (i64 i = 0; i < n; i++) {
+                i64 row = s->row_begin[i] - s->row_0;
+                if (kind[i] != 2 || pieces[i] != 1 || s->num_rows[i] != 1 || of_narrow[i] || number[i]) continue;
+                if (combined[row] - above[i] != 1 || !above[i] || above[i] > t->max_finished) continue;
+                number[i] = above[i] + 1;
+                counts[row]--;
+                combined[row] = -1;
+            }
+        for (i64 r = 0; r < s->rows; r++) total += counts[r];
+        if (max_partials < 0 || total <= max_partials) break;
+    }
+    partial_indptr[0] = 0;
+    for (i64 r = 0; r < s->rows; r++) partial_indptr[r + 1] = partial_indptr[r] + (int32_t)counts[r];
+    write_stream(s, seg[1], num[1], order[0], first[0], above, number, partial_indptr, shorts, short_runs, runs[0]);
+    write_stream(s, seg[2], num[2], order[1], first[1], above, number, partial_indptr, narrow, narrow_runs, runs[1]);
+
+    /* Wide items: those of a segment piece by piece, tile by tile, then all of them the longest first. */
+    i64 items = 0;
+    for (i64 k = 0; k < num[0]; k++) items += ceil_div(s->num_rows[seg[0][k]], per_tile) * pieces[seg[0][k]];
+    i64 *length = malloc((size_t)(3 * items + 1) * sizeof(i64));
+    int32_t *table = malloc((size_t)(items * FIELDS + 1) * sizeof(int32_t));
+    if (!length || !table) { free(length); free(table); free(memory); return -1; }
+    i64 at = 0;
+    for (i64 k = 0; k < num[0]; k++) {
+        i64 i = seg[0][k], row = s->row_begin[i] - s->row_0, tiles_of_it = ceil_div(s->num_rows[i], per_tile);
+        i64 seen = min_of(s->row_pos[s->row_begin[i]] + 1 - s->kv_start[i], s->kv_len[i]);
+        for (i64 piece = 0; piece < pieces[i]; piece++) {
+            i64 begin = piece * chunk[i], end = min_of(begin + chunk[i], s->kv_len[i]);
+            for (i64 tile = 0; tile < tiles_of_it; tile++, at++) {
+                int32_t *item = table + at * FIELDS;
+                length[at] = end - begin;
+                item[0] = (int32_t)(row + tile * per_tile);
+                item[1] = (int32_t)min_of(s->num_rows[i] - tile * per_tile, per_tile);
+                item[2] = (int32_t)s->page_begin[i], item[3] = (int32_t)begin, item[4] = (int32_t)end;
+                item[5] = (int32_t)min_of(max_of(seen, begin), end);
+                item[6] = number[i] == 1 ? -1 : (int32_t)(above[i] + piece);
+                item[7] = s->kv_start[i];
+            }
+        }
+    }
+    sort_falling(length, items, length + items, length + 2 * items);
+    for (i64 k = 0; k < items; k++)
+        memcpy(wide + k * FIELDS, table + length[items + k] * FIELDS, FIELDS * sizeof(int32_t));
+    sizes[0] = items, sizes[1] = num[1], sizes[2] = num[2];
+    free(length); free(table); free(memory);
+    return 0;
+}

@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
+from flashinfer_cascade.native import load_core
+from flashinfer_cascade.native_lower import FIELDS, WINDOW, lower_natively, make_tiles
 from flashinfer_cascade.plan import CascadePlan, PlanPart
-
-FIELDS = 8
-WINDOW = 32
-"""Items that a stream's kernel reads at once: as many zeros end its list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +132,8 @@ def lower(
     tiling: Tiling,
     page_begin: NDArray[Any] | None = None,
     max_partials: int | None = None,
+    *,
+    native: bool = True,
 ) -> Lowered:
     """Lower one part of a plan.
 
@@ -145,11 +145,21 @@ def lower(
             where they lie in `CascadePlan.seg_pages`.
         max_partials: partial results that there is room for; KV is left uncut rather than exceed it. At least the
             part's (segment, row) pairs.
+        native: use the native core where there is one.
     """
     config = plan.config
     where = slice(part.seg_begin, part.seg_end)
     if page_begin is None:
         page_begin = indptr(plan.seg_num_pages)[where]
+    core = load_core() if native else None
+    if core is not None:
+        columns = [
+            getattr(plan, name)[where] for name in ("seg_row_begin", "seg_num_rows", "seg_kv_start", "seg_kv_len")
+        ]
+        begins = np.ascontiguousarray(page_begin, np.int64)
+        rows_of_part = part.row_begin, part.row_end
+        tiles = make_tiles(config, tiling)
+        return Lowered(*lower_natively(core, tiles, (*columns, plan.row_pos), begins, rows_of_part, max_partials))
     row_begin = plan.seg_row_begin[where].astype(np.int64) - part.row_begin
     num_rows = plan.seg_num_rows[where].astype(np.int64)
     kv_start, kv_len = plan.seg_kv_start[where].astype(np.int64), plan.seg_kv_len[where].astype(np.int64)

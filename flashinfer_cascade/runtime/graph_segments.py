@@ -13,7 +13,8 @@ from flashinfer_cascade.capacity import PlanCapacity, capacity_error
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig
 from flashinfer_cascade.csr import Int32Array, indptr
 from flashinfer_cascade.errors import CapacityError
-from flashinfer_cascade.lower import FIELDS, WINDOW, Tiling, lower
+from flashinfer_cascade.lower import Tiling, lower
+from flashinfer_cascade.native_lower import FIELDS, WINDOW
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.buffers import ALIGNMENT
 from flashinfer_cascade.runtime.call import LayerCall

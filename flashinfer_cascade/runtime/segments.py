@@ -7,7 +7,8 @@ import torch
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.csr import Int32Array
-from flashinfer_cascade.lower import WINDOW, Tiling, lower
+from flashinfer_cascade.lower import Tiling, lower
+from flashinfer_cascade.native_lower import WINDOW
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 from flashinfer_cascade.runtime.buffers import ALIGNMENT, StagingBuffer
 from flashinfer_cascade.runtime.call import LayerCall
