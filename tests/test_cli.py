@@ -79,7 +79,7 @@ def test_plan_of_a_trace():
     second = answer("plan", CONVERSATION, "--batch", 8, "--samples", 4, "--skip", 1)
     assert first["num_requests"] == second["num_requests"] == 32
     assert first["batch"] != second["batch"]
-    assert first["parts"][0]["executor"] == "levels"
+    assert first["parts"][0]["executor"] == "segments"
 
 
 def test_plan_explains_in_words():
@@ -267,7 +267,7 @@ def test_demo_refuses_to_serve_what_it_does_not_know():
 def test_doctor_reports_this_machine():
     found = answer("doctor")
     assert found["versions"]["flashinfer-cascade"] == __version__
-    assert set(found["executors"]) == {"reference", "flat", "levels", "stock"}
+    assert set(found["executors"]) == {"reference", "flat", "levels", "segments", "stock"}
     assert set(found["libraries"]) == {"torch", "flashinfer", "triton"}
     if found["libraries"]["torch"]["error"] is None:
         assert found["executors"]["reference"] is None

@@ -94,7 +94,7 @@ def test_what_no_kernel_computes_is_refused_by_name(change, match):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"executor": "segments"}, "'auto', 'flat', 'levels' or 'stock'"),
+        ({"executor": "cascade"}, "'auto', 'flat', 'levels', 'segments' or 'stock'"),
         ({"max_levels": 1}, "greater than or equal to 2"),
         ({"min_speedup": 0.5}, "greater than or equal to 1"),
         ({"max_decode_rows": 0}, "greater than or equal to 1"),

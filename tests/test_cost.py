@@ -208,5 +208,6 @@ def test_profiles_round_trip_and_refuse_nonsense():
 def test_every_profile_cascades_where_it_is_plain(name):
     work = tree("1,64_8192,256")
     part = CascadePlanner(cost_report.config((32, 8)), profile=name).plan(work.block_tables, work.seq_lens).parts[0]
-    assert part.executor == "levels"
-    assert part.predicted_us["levels"] < 0.7 * part.predicted_us["flat"]
+    assert part.executor == "segments"
+    assert part.kept.all()
+    assert part.predicted_us["segments"] < 0.7 * part.predicted_us["flat"]

@@ -26,7 +26,7 @@ planner = CascadePlanner(
     CascadeConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
 )
 plan = planner.plan([[*range(512), 600 + r] for r in range(64)], [8192 + 5] * 64)
-assert plan.parts[0].executor == "levels", plan.parts[0].reason
+assert plan.parts[0].executor == "segments", plan.parts[0].reason
 assert "64 requests" in plan.explain()
 import pickle
 assert pickle.loads(pickle.dumps(plan)) == plan

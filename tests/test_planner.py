@@ -19,8 +19,11 @@ from flashinfer_cascade import (
     PlannerPolicy,
     UnsupportedError,
 )
+from flashinfer_cascade.profile import PROFILES
 
 FORCED = PlannerPolicy(executor="levels", fold=False)
+NO_SEGMENTS = DeviceProfile(**(PROFILES["h200"].model_dump() | {"name": "no segments", "segment_launch_us": 10_000.0}))
+"""On which they never pay, so that flat and levels are weighed against each other."""
 
 
 def config(**changes):
@@ -227,14 +230,19 @@ def test_a_capacity_counts_the_reads_that_a_node_saves_now():
 
 def test_a_capacity_that_spoils_the_gain_gives_flat():
     tables, seq_lens = tree([64], 8192, 256)
-    part = CascadePlanner(config()).plan(tables, seq_lens, capacity=PlanCapacity(num_slots=0)).parts[0]
+    levels = CascadePlanner(config(), PlannerPolicy(executor="levels"))
+    part = levels.plan(tables, seq_lens, capacity=PlanCapacity(num_slots=0)).parts[0]
     assert (part.executor, part.reason) == ("flat", "the capacity has no room for a shared segment")
-    for segments in range(15, 40):
+    planner = CascadePlanner(config(), profile=NO_SEGMENTS)
+    chosen = set()
+    for segments in range(13, 40):
         tables, seq_lens = nested((256, [1, 4, 4]), (256, [1] * 8 + [20]))
         capacity = PlanCapacity(num_segments=segments)
-        part = CascadePlanner(config()).plan(tables, seq_lens, capacity=capacity).parts[0]
+        part = planner.plan(tables, seq_lens, capacity=capacity).parts[0]
         gain = part.predicted_us["flat"] / part.predicted_us.get("levels", part.predicted_us["flat"])
-        assert (part.executor == "levels") == (gain >= 1.1)
+        assert (part.executor == "levels") == (gain >= PlannerPolicy().min_speedup)
+        chosen.add(part.executor)
+    assert chosen == {"flat", "levels"}
 
 
 def test_max_levels_merges_on_the_paths_that_are_too_long_alone():
@@ -318,7 +326,7 @@ def test_sixty_three_share_and_one_does_not():
     tables.insert(20, list(range(5000, 5200)))
     seq_lens.insert(20, 3200)
     plan = CascadePlanner(config()).plan(tables, seq_lens)
-    assert plan.parts[0].executor == "levels"
+    assert plan.parts[0].executor == "segments"
     assert plan.seg_num_rows[0] == 63
     assert plan.seg_kv_len[0] == 4096
     assert plan.levels()[0].kv_last_page_len.tolist() == [16, 0]
@@ -340,7 +348,10 @@ def test_nothing_is_shared_once_the_sharers_left():
     after = planner.plan(others, [1280] * 7)
     assert before.parts[0].forest.num_nodes == 1
     assert after.parts[0].forest.num_nodes == 0
-    assert (after.parts[0].executor, after.parts[0].reason) == ("flat", "no full page is shared")
+    assert after.parts[0].reason.endswith("as fast as flat; no full page is shared")
+    assert after.parts[0].num_levels == 1
+    (part,) = CascadePlanner(config(), profile=NO_SEGMENTS).plan(others, [1280] * 7).parts
+    assert (part.executor, part.reason) == ("flat", "no full page is shared")
 
 
 def test_forty_tokens_on_three_pages_share_two():
@@ -379,16 +390,18 @@ def test_lengths_around_a_page():
 
 def test_a_short_prefix_of_few_requests_does_not_pay():
     tables, seq_lens = tree([8], 256, 512)
-    plan = CascadePlanner(config()).plan(tables, seq_lens)
+    plan = CascadePlanner(config(), profile=NO_SEGMENTS).plan(tables, seq_lens)
     assert plan.parts[0].executor == "flat"
     assert plan.parts[0].forest.num_nodes == 1
 
 
 def test_a_long_prefix_of_many_requests_pays():
     tables, seq_lens = tree([64], 8192, 256)
-    part = CascadePlanner(config()).plan(tables, seq_lens).parts[0]
-    assert part.executor == "levels"
-    assert part.predicted_us["levels"] < 0.6 * part.predicted_us["flat"]
+    for profile, executor in ("h200", "segments"), (NO_SEGMENTS, "levels"):
+        part = CascadePlanner(config(), profile=profile).plan(tables, seq_lens).parts[0]
+        assert part.executor == executor
+        assert part.predicted_us[executor] < 0.6 * part.predicted_us["flat"]
+        assert part.kept.all()
 
 
 def test_long_prefills_are_planned_apart_from_decodes():
@@ -417,7 +430,7 @@ def test_groups_of_layers_share_one_forest():
     full, windowed = config(), config(window_left=1023, logits_soft_cap=50.0, num_kv_heads=16)
     planner = CascadePlanner(full)
     plans = planner.plan_groups([full, windowed], tables, seq_lens)
-    assert [p.parts[0].executor for p in plans] == ["levels", "flat"]
+    assert [p.parts[0].executor for p in plans] == ["segments", "flat"]
     assert [p.config for p in plans] == [full, windowed]
     assert plans[0].parts[0].forest is plans[1].parts[0].forest
     assert plans[0] == planner.plan(tables, seq_lens)
@@ -462,8 +475,13 @@ def test_errors_of_construction():
 def test_a_profile_of_ones_own_changes_the_choice():
     tables, seq_lens = tree([64], 8192, 256)
     h200 = CascadePlanner(config()).profile
-    slow = DeviceProfile(**(h200.model_dump() | {"name": "slow merges", "merge_us": 10_000.0}))
-    assert CascadePlanner(config(), profile=slow).plan(tables, seq_lens).parts[0].executor == "flat"
+    for slow, executor in (
+        ({"merge_us": 10_000.0}, "segments"),
+        ({"segment_launch_us": 10_000.0}, "levels"),
+        ({"merge_us": 10_000.0, "segment_launch_us": 10_000.0}, "flat"),
+    ):
+        profile = DeviceProfile(**(h200.model_dump() | {"name": "slow"} | slow))
+        assert CascadePlanner(config(), profile=profile).plan(tables, seq_lens).parts[0].executor == executor
 
 
 SCRIPT = """
