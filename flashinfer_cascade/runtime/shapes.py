@@ -180,7 +180,7 @@ class SegmentRoom(NamedTuple):
 
 def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: bool) -> list[AnyShape]:
     """What is captured for a bucket unless told otherwise; docs/cuda_graphs.md says what each is worth."""
-    levels: list[AnyShape] = [*_level_shapes(config, bucket, num_sms, has_fa3)]
+    levels: list[AnyShape] = [*level_shapes(config, bucket, num_sms, has_fa3)]
     if not may_run_segments(config):
         return levels
     if bucket.kind == "append":
@@ -210,7 +210,8 @@ def may_run_segments(config: CascadeConfig) -> bool:
     return config.group_size <= MAX_GROUP_SIZE and config.window_left < 0
 
 
-def _level_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: bool) -> list[GraphShape]:
+def level_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: bool) -> list[GraphShape]:
+    """What is captured of FlashInfer's kernels where plans may be flat or levels."""
     is_small = _may_cut(config, bucket, num_sms)
     fa3_runs = has_fa3 and config.kv_dtype == config.dtype and config.head_dim <= 128 and config.window_left < 0
     shared: list[tuple[Backend, ...]] = []
@@ -238,7 +239,7 @@ def one_for_all(config: CascadeConfig, bucket: Bucket, num_sms: int) -> GraphSha
     """One shape that takes any plan: for engines with one graph for each batch size."""
     if bucket.kind == "decode" and may_run_segments(config):
         return SegmentShape(shares=bucket.num_requests > 1)
-    flat = [shape for shape in _level_shapes(config, bucket, num_sms, has_fa3=False) if not shape.shared]
+    flat = [shape for shape in level_shapes(config, bucket, num_sms, has_fa3=False) if not shape.shared]
     shared: tuple[Backend, ...] = ("fa2", "fa2_uncut") if bucket.num_requests > 1 else ()
     return GraphShape(shared, tuple(kernel for shape in flat for kernel in shape.own))
 

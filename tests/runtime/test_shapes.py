@@ -3,18 +3,23 @@
 import numpy as np
 import pytest
 
-from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy, UnsupportedError
+from flashinfer_cascade import CascadeConfig, CascadePlanner, PlanCapacity, PlannerPolicy, UnsupportedError
 from flashinfer_cascade.bench.traffic import Traffic
 from flashinfer_cascade.cost import TILES
+from flashinfer_cascade.lower import WINDOW, Tiling, lower
 from flashinfer_cascade.runtime.captured import float_workspace_bytes, int_workspace_bytes
 from flashinfer_cascade.runtime.fit import Needs, fit, level_backends
 from flashinfer_cascade.runtime.shapes import (
     GraphShape,
     LaunchSpec,
+    SegmentRoom,
+    SegmentShape,
     bucket_capacity,
+    check_segments,
     default_shapes,
     fa2_tile,
     launch_specs,
+    level_shapes,
     make_bucket,
     one_for_all,
 )
@@ -37,16 +42,21 @@ def buckets(cfg):
     return [make_bucket(cfg, size) for size in DECODES] + [make_bucket(cfg, None, *sizes) for sizes in APPENDS]
 
 
+def shapes_of_levels(shapes):
+    return [shape for shape in shapes if isinstance(shape, GraphShape)]
+
+
 @pytest.mark.parametrize("changes", [{}, {"head_dim": 256}, {"kv_dtype": "float8_e4m3fn"}, {"window_left": 500}])
 @pytest.mark.parametrize("heads", HEADS)
 def test_default_launches_are_ones_that_flashinfer_plans_so(heads, changes):
     cfg = config(heads, **changes)
     for bucket in buckets(cfg):
-        shapes = default_shapes(cfg, bucket, SMS, has_fa3=True)
-        assert len(set(shapes)) == len(shapes)
+        defaults = default_shapes(cfg, bucket, SMS, has_fa3=True)
+        assert len(set(defaults)) == len(defaults)
+        shapes = level_shapes(cfg, bucket, SMS, has_fa3=True)
         assert any(not shape.shared for shape in shapes)
         assert (bucket.num_requests == 1) == all(not shape.shared for shape in shapes)
-        for shape in [*shapes, one_for_all(cfg, bucket, SMS)]:
+        for shape in shapes_of_levels([*shapes, *defaults, one_for_all(cfg, bucket, SMS)]):
             for spec in launch_specs(cfg, bucket, shape, SMS):
                 assert spec.planned_rows >= bucket.num_rows
                 if spec.backend == "fa2":  # the tile is FlashInfer's choice
@@ -59,8 +69,36 @@ def test_default_launches_are_ones_that_flashinfer_plans_so(heads, changes):
 
 
 def test_what_is_captured_by_default():
+    def said(bucket, cfg=CFG, has_fa3=True):
+        return [str(shape) for shape in default_shapes(cfg, bucket, SMS, has_fa3)]
+
+    nothing = "segments, nothing shared"
+    assert said(make_bucket(CFG, 1)) == ["fa2", nothing]
+    assert said(make_bucket(CFG, 8)) == ["fa2", nothing, "segments"]
+    assert said(make_bucket(CFG, 64)) == ["fa2_uncut", nothing, "segments"]
+    assert said(make_bucket(CFG, 256)) == ["fa2_uncut", "decode", nothing, "segments"]
+    assert [str(one_for_all(CFG, make_bucket(CFG, size), SMS)) for size in (1, 256)] == [nothing, "segments"]
+    # Sixteen rows a request, and one more.
+    assert said(make_bucket(CFG, None, 512, 32))[-1] == "segments"
+    assert said(make_bucket(CFG, None, 513, 32))[-1] == "fa3 + fa2_uncut + fa3"
+    assert str(one_for_all(CFG, make_bucket(CFG, None, 512, 32), SMS)) == "fa2 + fa2_uncut + fa2"
+
+
+@pytest.mark.parametrize(("heads", "changes"), [((32, 1), {}), ((32, 8), {"window_left": 100})])
+def test_levels_are_captured_where_segments_do_not_run(heads, changes):
+    cfg = config(heads, **changes)
+    for bucket in buckets(cfg):
+        assert default_shapes(cfg, bucket, SMS, has_fa3=True) == level_shapes(cfg, bucket, SMS, has_fa3=True)
+        assert isinstance(one_for_all(cfg, bucket, SMS), GraphShape)
+        with pytest.raises(
+            UnsupportedError, match=r"segments: group size \d+ and window_left=-?\d+, but the kernels take"
+        ):
+            check_segments(cfg, bucket, SegmentShape())
+
+
+def test_levels_of_a_bucket():
     def said(bucket, has_fa3=True):
-        return [str(shape) for shape in default_shapes(CFG, bucket, SMS, has_fa3)]
+        return [str(shape) for shape in level_shapes(CFG, bucket, SMS, has_fa3)]
 
     assert said(make_bucket(CFG, 1)) == ["fa2"]
     assert said(make_bucket(CFG, 8)) == ["fa2", "fa2 + fa2_uncut + fa2", "fa2 + fa2_uncut + fa2_uncut"]
@@ -68,7 +106,47 @@ def test_what_is_captured_by_default():
     assert (flat, deep, broad) == ("fa2_uncut", "fa2 + fa2_uncut + fa2_uncut", "fa2_uncut + fa2_uncut + fa2_uncut")
     assert len(said(make_bucket(CFG, 256))) == 8
     assert len(said(make_bucket(CFG, 256), has_fa3=False)) == 6
-    assert str(one_for_all(CFG, make_bucket(CFG, 256), SMS)) == "fa2 + fa2_uncut + fa2_uncut or decode"
+
+
+@pytest.mark.parametrize(
+    "tiling", [Tiling(num_sms=4, min_cut=64), Tiling.of(CFG, SMS, is_native=True)], ids=["4", "132"]
+)
+@pytest.mark.parametrize(("heads", "max_new"), [((32, 8), 1), ((32, 8), 4), ((4, 4), 1), ((16, 1), 3)])
+def test_segment_graphs_have_room_for_what_their_capacity_admits(heads, max_new, tiling):
+    cfg = config(heads, page_size=4, max_kv_pages=4000)
+    policy = PlannerPolicy(executor="segments", fold=False, max_levels=64, max_decode_rows=64)
+    planner = CascadePlanner(cfg, policy)
+    traffic = Traffic(np.random.default_rng(2), 4, 4000, 60, max_new, max_len=200)
+    num_wide = 0
+    for _ in range(12):
+        batch = traffic.step()
+        requests, rows = len(batch.seq_lens), batch.num_rows
+        bucket = make_bucket(cfg, requests) if max_new == 1 else make_bucket(cfg, None, rows, requests)
+        room = SegmentRoom.of(cfg, bucket, tiling, shares=True)
+        capacity = PlanCapacity(num_segments=room.num_segments, num_partials=room.num_partials)
+        plan = planner.plan(*batch, capacity=capacity)
+        lowered = lower(plan, plan.parts[0], tiling, max_partials=room.num_partials)
+        assert plan.num_segments <= room.num_segments
+        assert lowered.num_partials <= room.num_partials
+        assert len(lowered.wide) <= room.num_wide
+        assert len(lowered.narrow) - WINDOW <= room.num_segments
+        assert len(lowered.short) - WINDOW <= room.num_segments
+        num_wide += len(lowered.wide)
+    assert (num_wide > 0) == (cfg.group_size > 1)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_cuts_give_way_where_room_is_short(native):
+    """A chain of prefixes with as many (segment, row) pairs as there is room for leaves none for cuts."""
+    tiling = Tiling(num_sms=64, min_cut=64)
+    tables = [[*range(40 * r + 40), 9000 + r] for r in range(30)]
+    policy = PlannerPolicy(executor="segments", fold=False, max_levels=64)
+    plan = CascadePlanner(CFG, policy).plan(tables, [16 * len(table) for table in tables])
+    pairs = plan.usage().num_partials
+    free = lower(plan, plan.parts[0], tiling, native=native)
+    tight = lower(plan, plan.parts[0], tiling, max_partials=pairs, native=native)
+    assert free.num_partials > pairs
+    assert tight.num_partials == pairs
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -84,7 +162,8 @@ def test_plans_made_to_fit_do(max_new, heads):
         exact = make_bucket(cfg, size) if max_new == 1 else make_bucket(cfg, None, rows, size)
         padded = make_bucket(cfg, size + 5) if max_new == 1 else make_bucket(cfg, None, rows + 5, size + 2)
         for bucket in (exact, padded):
-            for shape in [*default_shapes(cfg, bucket, SMS, True), one_for_all(cfg, bucket, SMS)]:
+            shapes = [*level_shapes(cfg, bucket, SMS, True), *default_shapes(cfg, bucket, SMS, True)]
+            for shape in shapes_of_levels([*shapes, one_for_all(cfg, bucket, SMS)]):
                 specs = launch_specs(cfg, bucket, shape, SMS)
                 plan = planner.plan(*batch, capacity=bucket_capacity(cfg, bucket, specs))
                 levels = plan.levels()
