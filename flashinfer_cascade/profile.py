@@ -50,7 +50,7 @@ class DeviceProfile(BaseModel):
     merge_us: _Time = Field(default=2.5, description="fixed time of merging all levels")
     merge_row_ns: _Time = Field(default=0.09, description="and per row, query head and level at head_dim 128")
     segment_item_ns: tuple[_Positive, _Positive] = Field(
-        default=(190, 2000),
+        default=(63, 640),
         description="SM time of a narrow and of a wide tile of the segments executor, apart from KV",
     )
     segment_token_ns: tuple[_Positive, _Positive] = Field(
