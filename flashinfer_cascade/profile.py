@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flashinfer_cascade.errors import InvalidBatchError
 
 _Rate = Annotated[float, Field(ge=1e-3, le=1e9)]
 _Time = Annotated[float, Field(ge=0, le=1e6)]
@@ -63,6 +66,20 @@ class DeviceProfile(BaseModel):
         default=(1.87, 1.13), description="time a token takes in one block, in units of its SM time"
     )
     segment_launch_us: _Time = Field(default=6.6, description="fixed time of the segments executor")
+
+
+def read_profile(path: str | Path) -> DeviceProfile:
+    """A profile that ``flashinfer-cascade calibrate`` wrote.
+
+    Raises:
+        InvalidBatchError: it is no such file, with what is wrong in it.
+    """
+    try:
+        return DeviceProfile.model_validate_json(Path(path).read_bytes())
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"])) or "the file"
+        raise InvalidBatchError(f"{path} is no device profile: {where}: {found['msg']}. Calibrate again") from error
 
 
 # The H200's constants are fitted. The others keep its per-tile constants and take their rates from datasheets,

@@ -42,6 +42,12 @@ STEPS = (1.25, 1.1, 1.04, 1.015)
 HELD_OUT = 3
 """Of so many workloads one is not fitted to."""
 
+WORST = 0.25
+"""Logarithm beyond which an error counts no more: what the model does not know of must not bend the rest."""
+
+STIFFNESS = 0.002
+"""What a constant's squared logarithm against the base costs beside the mean squared error."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -98,7 +104,9 @@ def read_samples(rows: Iterable[Row], base: DeviceProfile) -> list[Sample]:
             shape = PartShape.of(batch, forest)
             samples.append(Sample(row.workload, executor, row.results[executor].us, held_out, config, shape, cut))
     if not any(not sample.held_out for sample in samples):
-        raise InvalidBatchError("the record has no row to fit to: measure with 'flashinfer-cascade bench --suite decode'")
+        raise InvalidBatchError(
+            "the record has no row to fit to: measure with 'flashinfer-cascade bench --suite decode'"
+        )
     return samples
 
 
@@ -107,7 +115,8 @@ def fit(
 ) -> DeviceProfile:
     """Change one constant after another, by smaller and smaller factors, while that helps.
 
-    The mean of squared logarithms of predicted over measured is made small, over samples that are not held out.
+    The mean of squared logarithms of predicted over measured is made small, over samples that are not held out, and
+    with it how far the constants are from those of the base.
 
     Args:
         samples: to fit to.
@@ -120,25 +129,44 @@ def fit(
         fitted = [s for s in samples if not s.held_out and s.executor in executors.split(", ")]
         if not fitted:
             continue
-        least = _error(fitted, profile)
+        cost = _Cost(fitted, base, constants)
+        least = cost(profile)
         for step in STEPS:
             for constant in constants:
-                profile, least = _tune(fitted, profile, least, constant, step)
+                profile, least = _tune(cost, profile, least, constant, step)
                 if progress is not None:
                     progress(constant, least)
     return profile
 
 
-def _tune(
-    samples: Sequence[Sample], profile: DeviceProfile, least: float, constant: str, step: float
-) -> tuple[DeviceProfile, float]:
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What the fit makes small."""
+
+    samples: Sequence[Sample]
+    base: DeviceProfile
+    constants: tuple[str, ...]
+
+    def __call__(self, profile: DeviceProfile) -> float:
+        moved = [
+            math.log(a / b) ** 2 for a, b in zip(self._numbers(profile), self._numbers(self.base), strict=True) if b
+        ]
+        errors = [min(abs(sample.error(profile)), WORST) ** 2 for sample in self.samples]
+        return sum(errors) / len(errors) + STIFFNESS * sum(moved) / max(len(moved), 1)
+
+    def _numbers(self, profile: DeviceProfile) -> list[float]:
+        values = (getattr(profile, constant) for constant in self.constants)
+        return [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
+
+
+def _tune(cost: _Cost, profile: DeviceProfile, least: float, constant: str, step: float) -> tuple[DeviceProfile, float]:
     """Move one constant, or each of several, by a factor, as long as the error falls."""
     value = getattr(profile, constant)
     for place in range(len(value)) if isinstance(value, tuple) else (None,):
         for factor in (step, 1 / step):
             while True:
                 changed = _scaled(profile, constant, place, factor)
-                error = math.inf if changed is None else _error(samples, changed)
+                error = math.inf if changed is None else cost(changed)
                 if changed is None or error >= least * (1 - 1e-4):
                     break
                 profile, least = changed, error
@@ -148,6 +176,7 @@ def _tune(
 def _scaled(profile: DeviceProfile, constant: str, place: int | None, factor: float) -> DeviceProfile | None:
     """With one number changed, rounded to four digits; None where the profile does not admit that."""
     value = getattr(profile, constant)
+    new: float | tuple[float, ...]
     if place is None:
         new = _rounded(value * factor)
     else:
@@ -178,7 +207,7 @@ def report(samples: Sequence[Sample], base: DeviceProfile, fitted: DeviceProfile
     every = Table("workload", "heads", "executor", "held out", "measured us", base.name, fitted.name, box=None)
     for sample in samples:
         heads = f"{sample.config.num_qo_heads}/{sample.config.num_kv_heads}"
-        held_out = "yes" if sample.held_out else ""
+        judges = "yes" if sample.held_out else ""
         predicted = (f"{sample.predict(profile):.1f}" for profile in (base, fitted))
-        every.add_row(sample.workload, heads, sample.executor, held_out, f"{sample.us:.1f}", *predicted)
+        every.add_row(sample.workload, heads, sample.executor, judges, f"{sample.us:.1f}", *predicted)
     return [every, summary]
