@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashinfer_cascade import __version__
-from flashinfer_cascade.bench.options import bench
+from flashinfer_cascade.bench.options import bench, calibrate
 from flashinfer_cascade.bench.traces import mooncake_batches
 from flashinfer_cascade.bench.workloads import grid
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig, PlannerPolicy
@@ -80,6 +80,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 app.command()(_one_line_errors()(bench))
+app.command()(_one_line_errors()(calibrate))
 
 
 def _print_version(wanted: bool) -> None:

@@ -265,7 +265,8 @@ static void item_costs(const model *m, i64 rows, double *fixed, double *per_toke
 /* SegmentCost.predict */
 typedef struct {
     double work;
-    i64 tokens, longest, any; /* of the kind's segments: tokens times tiles, and the most of one */
+    i64 tokens, unique, longest, any; /* of the kind's segments: tokens times tiles, tokens, and the most of one */
+    double share;             /* tokens of a piece */
 } kind_of_segment;
 
 static void add_segment(const model *m, i64 rows, i64 tokens, kind_of_segment *kinds) {
@@ -275,8 +276,14 @@ static void add_segment(const model *m, i64 rows, i64 tokens, kind_of_segment *k
     item_costs(m, rows, &fixed, &per_token);
     k->work += (fixed + per_token * (double)tokens) * (double)m->num_kv_heads;
     k->tokens += (wide ? ceil_div(rows, m->rows_per_tile) : 1) * tokens;
+    k->unique += tokens;
     k->longest = max_of(k->longest, tokens);
     k->any = 1;
+}
+
+static i64 pieces_of(const model *m, i64 rows, i64 tokens, const kind_of_segment *kinds) {
+    double pieces = rint((double)tokens / kinds[rows * m->group_size > m->narrow_rows].share);
+    return pieces > 1.0 ? (i64)pieces : 1;
 }
 
 static double segments_us(const model *m, const forest *f, const cut *c, const i64 *rows, const i64 *row_indptr,
@@ -287,20 +294,30 @@ static double segments_us(const model *m, const forest *f, const cut *c, const i
         if (!c->kept[v]) continue;
         i64 node_rows = row_indptr[f->end[v]] - row_indptr[f->begin[v]];
         add_segment(m, node_rows, (f->page_begin[v] + f->num_pages[v] - c->node_start[v]) * page, kinds);
-        partials += node_rows;
     }
     for (i64 i = 0; i < f->n; i++)
         add_segment(m, rows[i], max_of(context[i] - c->tail_start[i] * page - rows[i] / 2, 0), kinds);
     double us = m->segment_launch_us;
     for (int wide = 1; wide >= 0; wide--) {
-        const kind_of_segment *k = kinds + wide;
+        kind_of_segment *k = kinds + wide;
         if (!k->any) continue;
         double busy = k->work * 1e-6 / (double)m->num_sms;
+        if (wide) busy = longer(busy, (double)k->unique * m->hbm_us_per_token);
         double slots = (double)(m->segment_blocks_per_sm[wide] * m->num_sms);
         double share = (double)(k->tokens * m->num_kv_heads) / slots, least = (double)m->segment_min_tokens[wide];
-        double longest = share > least ? share : least;
+        double longest = k->share = share > least ? share : least;
         if ((double)k->longest < longest) longest = (double)k->longest;
         us += longer(busy, longest * m->segment_token_ps[wide] * 1e-6 * m->segment_lone_block[wide]);
+    }
+    for (i64 v = 0; v < f->nodes; v++) {
+        if (!c->kept[v]) continue;
+        i64 node_rows = row_indptr[f->end[v]] - row_indptr[f->begin[v]];
+        i64 tokens = (f->page_begin[v] + f->num_pages[v] - c->node_start[v]) * page;
+        partials += node_rows * pieces_of(m, node_rows, tokens, kinds);
+    }
+    for (i64 i = 0; i < f->n; i++) {
+        i64 pieces = pieces_of(m, rows[i], max_of(context[i] - c->tail_start[i] * page - rows[i] / 2, 0), kinds);
+        if (pieces > 1) partials += rows[i] * pieces;
     }
     return us + (double)partials * m->segment_partial_ps * 1e-6 / (double)m->num_sms;
 }

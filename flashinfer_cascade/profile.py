@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flashinfer_cascade.errors import InvalidBatchError
 
 _Rate = Annotated[float, Field(ge=1e-3, le=1e9)]
 _Time = Annotated[float, Field(ge=0, le=1e6)]
@@ -50,19 +53,33 @@ class DeviceProfile(BaseModel):
     merge_us: _Time = Field(default=2.5, description="fixed time of merging all levels")
     merge_row_ns: _Time = Field(default=0.09, description="and per row, query head and level at head_dim 128")
     segment_item_ns: tuple[_Positive, _Positive] = Field(
-        default=(190, 2000),
+        default=(63, 640),
         description="SM time of a narrow and of a wide tile of the segments executor, apart from KV",
     )
     segment_token_ns: tuple[_Positive, _Positive] = Field(
-        default=(15.2, 10.2), description="and per token and KV head, at head_dim 128 and 16-bit KV"
+        default=(15.1, 10.4), description="and per token and KV head, at head_dim 128 and 16-bit KV"
     )
     segment_partial_ns: _Time = Field(
-        default=150, description="SM time of a partial result, per row and KV head of 4 query heads at head_dim 128"
+        default=139, description="SM time of a partial result, per row and KV head of 4 query heads at head_dim 128"
     )
     segment_lone_block: tuple[_Positive, _Positive] = Field(
-        default=(3.3, 1.45), description="time a token takes in one block, in units of its SM time"
+        default=(1.87, 1.13), description="time a token takes in one block, in units of its SM time"
     )
-    segment_launch_us: _Time = Field(default=5.5, description="fixed time of the segments executor")
+    segment_launch_us: _Time = Field(default=6.6, description="fixed time of the segments executor")
+
+
+def read_profile(path: str | Path) -> DeviceProfile:
+    """A profile that ``flashinfer-cascade calibrate`` wrote.
+
+    Raises:
+        InvalidBatchError: it is no such file, with what is wrong in it.
+    """
+    try:
+        return DeviceProfile.model_validate_json(Path(path).read_bytes())
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"])) or "the file"
+        raise InvalidBatchError(f"{path} is no device profile: {where}: {found['msg']}. Calibrate again") from error
 
 
 # The H200's constants are fitted. The others keep its per-tile constants and take their rates from datasheets,
@@ -81,12 +98,27 @@ PROFILES: dict[str, DeviceProfile] = {
         DeviceProfile(
             name="h100",
             num_sms=132,
+            segment_token_ns=(22.4, 10.4),
             hbm_gb_per_s=3020,
             l2_gb_per_s=9870,
             tensor_tflops=790,
             fa3_efficiency=0.79,
         ),
-        DeviceProfile(name="a100", num_sms=108, hbm_gb_per_s=1840, l2_gb_per_s=5800, tensor_tflops=249),
-        DeviceProfile(name="l40s", num_sms=142, hbm_gb_per_s=780, l2_gb_per_s=5400, tensor_tflops=289),
+        DeviceProfile(
+            name="a100",
+            num_sms=108,
+            hbm_gb_per_s=1840,
+            l2_gb_per_s=5800,
+            tensor_tflops=249,
+            segment_token_ns=(30.1, 27.0),
+        ),
+        DeviceProfile(
+            name="l40s",
+            num_sms=142,
+            hbm_gb_per_s=780,
+            l2_gb_per_s=5400,
+            tensor_tflops=289,
+            segment_token_ns=(93.2, 30.6),
+        ),
     )
 }

@@ -1,8 +1,8 @@
 """Predicted GPU time of the segments executor.
 
 Two kinds of kernels run one after the other, each with blocks of one tile, whatever the tree: wide and narrow ones.
-Each takes the sum of its segments' SM time, spread over the SMs, or as long as its longest block takes, or a little
-more where these are alike. Partial results come on top, and a fixed time.
+Each takes the sum of its segments' SM time, spread over the SMs, or as long as its longest block or its bytes from HBM
+take, or a little more where these are alike. Partial results come on top, and a fixed time.
 
 Source: the kernels' own measured times; docs/cost_model.md.
 """
@@ -40,6 +40,7 @@ class SegmentCost:
         wide = config.head_dim / 128
         # Bytes of one token and KV head against those of 128 numbers of 16 bits: narrow tiles wait for memory.
         narrow = wide * DTYPE_BYTES[config.kv_dtype] / 2
+        self.hbm_us_per_token = config.kv_token_bytes / (p.hbm_gb_per_s * 1e3)
         self.item_ps = np.rint(np.array(p.segment_item_ns) * 1e3)
         self.token_ps = np.rint(np.array(p.segment_token_ns) * (narrow, wide) * 1e3)
         self.partial_ps = round(p.segment_partial_ns * config.num_kv_heads * wide * config.group_size / 4 * 1e3)
@@ -78,6 +79,7 @@ class SegmentCost:
         fixed, per_token = self._item_costs(rows)
         work_ps = fixed + per_token * tokens
         is_wide = rows * self.config.group_size > NARROW_ROWS
+        pieces = np.ones(len(rows), np.int64)
         us = p.segment_launch_us
         for kind in (1, 0):  # as they run
             of = is_wide == kind
@@ -86,10 +88,14 @@ class SegmentCost:
                 tiles = -(-rows[of] // self.rows_per_tile) if kind else np.ones(int(of.sum()), np.int64)
                 slots = BLOCKS_PER_SM[kind] * p.num_sms
                 share = max(MIN_TOKENS[kind], int(tiles @ tokens[of]) * self.config.num_kv_heads / slots)
+                pieces[of] = np.maximum(np.rint(tokens[of] / share), 1.0)
                 longest = min(share, int(tokens[of].max()))
+                if kind:  # tiles of one segment read its KV from HBM once
+                    busy_us = longer(busy_us, int(tokens[of].sum()) * self.hbm_us_per_token)
                 us += longer(busy_us, longest * float(self.token_ps[kind]) * 1e-6 * p.segment_lone_block[kind])
-        partials = int(shape.node_rows[kept].sum())
-        return us + partials * self.partial_ps * 1e-6 / p.num_sms
+        # A row's own KV in one piece is merged as it is computed.
+        merged = (np.arange(len(rows)) < len(kept)) | (pieces > 1)
+        return us + int((rows * pieces)[merged].sum()) * self.partial_ps * 1e-6 / p.num_sms
 
 
 def _sums(node: Int64Array, values: NDArray[Any], num_nodes: int) -> NDArray[np.float64]:

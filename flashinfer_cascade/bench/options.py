@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,42 @@ def _numbers(option: str, text: str | None, separator: str, count: int) -> list[
             raise InvalidBatchError(f"{option} {item!r} is not {form}: give positive numbers, comma-separated")
         items.append(list(map(int, numbers)))
     return items
+
+
+def calibrate(
+    records: Annotated[
+        list[Path] | None, typer.Argument(help="Records of 'bench --json' to fit to; without, the decode suite is run.")
+    ] = None,
+    base: Annotated[str, typer.Option(help="Built-in profile to begin with.")] = "h200",
+    name: Annotated[str, typer.Option(help="Of the new profile.")] = "calibrated",
+    out: Annotated[Path, typer.Option(help="Where to write it.")] = Path("profile.json"),
+) -> None:
+    """Fit a device profile for the planner to measured times, and show what it predicts.
+
+    One workload in three is not fitted to and only judges. The planner takes the result:
+    ``CascadePlanner(config, profile=read_profile("profile.json"))``.
+    """
+    from rich.console import Console
+
+    from flashinfer_cascade.bench.calibrate import fit, read_samples, report
+    from flashinfer_cascade.bench.results import read_record
+    from flashinfer_cascade.profile import PROFILES
+
+    if base not in PROFILES:
+        raise InvalidBatchError(f"--base {base!r} is not built in: choose from {', '.join(PROFILES)}")
+    if not records:
+        records = [out.with_suffix(".record.json")]
+        bench(json_path=records[0], suite="decode")
+    read = [read_record(path) for path in records]
+    begun = PROFILES[base].model_copy(update={"num_sms": int(read[0].hardware["num_sms"])})
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    samples = read_samples((row for record in read for row in record.rows), begun)
+    with console.status("fitting") as status:
+        fitted = fit(samples, begun, name, lambda constant, error: status.update(f"fitting {constant}: {error:.4f}"))
+    for table in report(samples, begun, fitted):
+        console.print(table)
+    out.write_text(fitted.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    console.print(f"wrote {out}")
 
 
 def bench(
