@@ -1,0 +1,199 @@
+"""The segments' kernels in Triton's interpreter against the fp64 oracle; tests/gpu runs them compiled."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy
+from flashinfer_cascade.lower import WINDOW, Tiling, lower
+from flashinfer_cascade.runtime.buffers import PAGE_SLACK, to_int32
+from flashinfer_cascade.runtime.call import LayerCall
+from flashinfer_cascade.testing import (
+    RandomBatch,
+    assert_close,
+    assert_lse_close,
+    dense_attention,
+    make_kv_cache,
+    make_q,
+    plain_attention,
+    random_batch,
+    relative_errors,
+)
+
+TILING = Tiling(num_sms=4, min_cut=64, short_tokens=64)
+# The interpreter multiplies no bfloat16.
+BASE = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": "float16"}
+NO_PAGE = 2**30
+"""Behind the ids that a plan has: an address far outside the cache."""
+
+
+def run(config, plan, q, kv_cache, *, loops=False, **options):
+    """Run a plan's only part, over poisoned memory.
+
+    Args:
+        config: the attention.
+        plan: what to run.
+        q: its queries.
+        kv_cache: likewise.
+        loops: give the number of wide items as graphs do, behind which the table holds nonsense.
+        **options: of `LayerCall`.
+    """
+    from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
+
+    (part,) = plan.parts
+    lowered = lower(plan, part, TILING)
+    wide = to_int32(lowered.wide)
+    if loops:
+        wide = torch.cat((wide, torch.full((50, wide.shape[1]), NO_PAGE, dtype=torch.int32)))
+    arrays = SegmentArrays(
+        wide=wide if len(wide) else None,
+        num_wide=torch.tensor([len(lowered.wide)], dtype=torch.int32) if loops else None,
+        short=to_int32(lowered.short) if len(lowered.short) > WINDOW else None,
+        short_runs=to_int32(lowered.short_runs),
+        narrow=to_int32(lowered.narrow) if len(lowered.narrow) > WINDOW else None,
+        narrow_runs=to_int32(lowered.narrow_runs),
+        partial_indptr=to_int32(lowered.partial_indptr),
+        combined=to_int32(lowered.combined),
+        pages=to_int32(np.append(plan.seg_pages, [NO_PAGE] * PAGE_SLACK)),
+        row_map=None if plan.row_order is None else to_int32(plan.row_order),
+        row_pos=to_int32(plan.row_pos) if plan.num_rows > plan.num_requests else None,
+    )
+    heads = lowered.num_partials, config.num_qo_heads
+    partials = Partials(torch.full((*heads, config.head_dim), math.nan, dtype=q.dtype), torch.full(heads, math.nan))
+    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan)
+    call = LayerCall(q, kv_cache, out, lse, **options)
+    combines = bool((lowered.combined >= 0).any())
+    SegmentKernels(config, TILING, interpreted=True).run(
+        call, arrays, partials, num_rows=plan.num_rows, combines=combines
+    )
+    used = {
+        "wide": arrays.wide is not None,
+        "short": arrays.short is not None,
+        "narrow": arrays.narrow is not None,
+        "combine": combines,
+    }
+    return out, lse, {name for name, there in used.items() if there}
+
+
+def rooted(batch, config):
+    """Let the last few requests share a short segment more, and the others a wide one."""
+    page_size, used = config.page_size, batch.num_pages
+    long = list(range(used, used + -(-160 // page_size)))
+    short = list(range(used + len(long), used + len(long) + max(48 // page_size, 1)))
+    tables, seq_lens, rows = list(batch.block_tables), list(batch.seq_lens), 0
+    for request in reversed(range(len(tables))):
+        if not seq_lens[request]:
+            continue
+        rows += batch.qo_lens[request]
+        prefix = short if rows * config.group_size <= TILING.short_rows else long
+        tables[request] = prefix + tables[request]
+        seq_lens[request] += len(prefix) * page_size
+    return RandomBatch(tables, seq_lens, batch.qo_lens)
+
+
+# Changes to the configuration, requests, most new tokens of a request, whether wide items are looped over.
+CASES = {
+    "decode": ({}, 28, 1, False),
+    "soft cap, appends": ({"logits_soft_cap": 5.0}, 14, 4, False),
+    "page 1, group 5, loops": ({"page_size": 1, "num_qo_heads": 10}, 14, 1, True),
+    "page 64, HND, group 16, appends, loops": (
+        {"page_size": 64, "num_qo_heads": 16, "num_kv_heads": 1, "kv_layout": "HND"},
+        7,
+        3,
+        True,
+    ),
+    "e4m3, group 1": ({"num_qo_heads": 3, "num_kv_heads": 3, "kv_dtype": "float8_e4m3fn"}, 20, 1, False),
+    "e5m2, group 8": ({"num_qo_heads": 8, "num_kv_heads": 1, "kv_dtype": "float8_e5m2"}, 10, 1, True),
+    "group 4, appends": ({"num_qo_heads": 8}, 16, 3, False),
+}
+
+
+def check_case(name):
+    changes, num_requests, max_new, loops = CASES[name]
+    config = CascadeConfig(**(BASE | changes))
+    rng = np.random.default_rng([*name.encode()])
+    batch = random_batch(
+        rng, page_size=config.page_size, num_requests=num_requests, max_new=max_new, max_len=max(60, config.page_size)
+    )
+    batch = rooted(batch, config)
+    batch = batch.permuted(rng.permutation(num_requests).tolist())
+    policy = PlannerPolicy(executor="segments", fold=False, max_levels=64, max_decode_rows=64)
+    plan = CascadePlanner(config, policy).plan(*batch)
+    options = {"k_scale": 0.7, "v_scale": 1.3}
+    if len(name) % 2:
+        options["sinks"] = torch.linspace(-3, 3, config.num_qo_heads)
+    q, kv_cache = make_q(config, batch.num_rows), make_kv_cache(config, batch.num_pages)
+    out, lse, used = run(config, plan, q, kv_cache, loops=loops, **options)
+    oracle, oracle_lse = dense_attention(config, q, kv_cache, *batch, **options)
+    assert_close(out, oracle, plain_attention(config, q, kv_cache, *batch, **options))
+    assert_lse_close(lse, oracle_lse, q.dtype)
+    return used
+
+
+def check_request_that_is_nan():
+    """Its neighbours in a run, and those that share a prefix with it, are as they would be."""
+    config = CascadeConfig(**BASE)
+    tables = [[0, 1, 10 + 2 * request, 11 + 2 * request] for request in range(24)]
+    batch = RandomBatch(tables, [32 + 17 + request % 8 for request in range(24)], [1] * 24)
+    plan = CascadePlanner(config, PlannerPolicy(executor="segments", fold=False)).plan(*batch)
+    q, kv_cache = make_q(config, 24), make_kv_cache(config, 60)
+    spoilt = [3, 4, 17]
+    oracle, _ = dense_attention(config, q, kv_cache, *batch)
+    for request in spoilt:
+        kv_cache[tables[request][2]] = math.nan
+    out, _, used = run(config, plan, q, kv_cache)
+    assert used == {"wide", "narrow", "combine"}
+    rest = [row for row in range(24) if row not in spoilt]
+    assert out[spoilt].isnan().all()
+    assert float(relative_errors(out[rest], oracle[rest]).amax()) < 2e-3
+
+
+def check_slots_that_hold_nan():
+    """Of pages that nobody reads, and behind a request's last token."""
+    config = CascadeConfig(**BASE)
+    lens = [1, 15, 16, 17, 33, 70]
+    tables = [[8 * request + page for page in range(-(-seq_len // 16))] for request, seq_len in enumerate(lens)]
+    batch = RandomBatch(tables, lens, [1] * len(lens))
+    plan = CascadePlanner(config, PlannerPolicy(executor="segments")).plan(*batch)
+    q, whole = make_q(config, len(lens)), make_kv_cache(config, 60)
+    kv_cache = torch.full_like(whole, math.nan)
+    for table, seq_len in zip(tables, lens, strict=True):
+        for token in range(seq_len):
+            kv_cache[table[token // 16], :, token % 16] = whole[table[token // 16], :, token % 16]
+    out, _, _ = run(config, plan, q, kv_cache)
+    oracle, _ = dense_attention(config, q, whole, *batch)
+    assert_close(out, oracle, plain_attention(config, q, whole, *batch))
+
+
+def check_all():
+    used = set()
+    for name in CASES:
+        used |= {(kind, CASES[name][2] > 1, CASES[name][3]) for kind in check_case(name)}
+        print(name)
+    # Every kernel ran for decode and for appends, the wide one with a loop and without.
+    for kind in "wide", "short", "narrow", "combine":
+        assert {appends for ran, appends, _ in used if ran == kind} == {True, False}, kind
+    assert {loops for ran, _, loops in used if ran == "wide"} == {True, False}
+    check_request_that_is_nan()
+    check_slots_that_hold_nan()
+    print("NaN")
+
+
+def test_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    script = f"import sys; sys.path[:0] = {[os.path.dirname(__file__), *sys.path]!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script + "from test_segments import check_all\ncheck_all()"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [*CASES, "NaN"]
