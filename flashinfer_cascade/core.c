@@ -823,218 +823,329 @@ i64 fic_steady(const model *m, const state *st, const i64 *slots, i64 n, const i
 }
 
 /* lower.Tiling, and what of the configuration counts; native_lower.Tiles. */
-enum { MAX_BLOCKS = 4, FIELDS = 8, WINDOW = 32 }; /* native_lower.MAX_BLOCKS; lower.FIELDS, WINDOW */
+enum { MAX_BLOCKS = 4, FIELDS = 8, WINDOW = 32 }; /* native_lower.MAX_BLOCKS, FIELDS, WINDOW */
 typedef struct {
     i64 num_sms, group_size, num_kv_heads, wide_rows, wide_tokens, wide_blocks, min_cut, short_rows, short_tokens;
     i64 narrow_rows, short_tile_tokens, narrow_tile_tokens, min_run_tiles, max_finished;
     i64 num_short_blocks, num_narrow_blocks, short_blocks[MAX_BLOCKS], narrow_blocks[MAX_BLOCKS];
 } tiles;
 
-/* The segments of a part, sorted by level; rows counted from the part's first. */
+/* The segments of a part, sorted by level; rows counted from row_0. */
 typedef struct {
     const int32_t *row_begin, *num_rows, *kv_start, *kv_len, *row_pos;
     const i64 *page_begin;
     i64 n, row_0, rows;
 } segments;
 
+/* native_lower.LoweredRoom, and native_lower.Sizes. */
+typedef struct {
+    i64 num_wide, num_items[2], num_runs[2], num_partials, num_rows, page_begin;
+} sizes;
+
+typedef struct {
+    int32_t *wide, *items[2], *runs[2], *partial_indptr, *combined; /* two streams: short and narrow */
+    sizes most;
+} room;
+
+/* cuts.py */
+enum { ITEM_TOKENS = 64, PIECE_TOKENS = 8, SLACK_OVER = 5, SLACK_UNDER = 4, LONE = 9, NOT_LONE = 16, NUM_SHARES = 5 };
+enum { LEVELS = 64 };
+static const i64 SHARES[NUM_SHARES] = {8, 9, 10, 12, 16};
+
 static i64 num_runs(const tiles *t, i64 blocks) { return max_of(t->num_sms * blocks / t->num_kv_heads, 1); }
 
-/* Positions 0..n in the order of falling keys, equal ones as they come; spare is of n entries. */
+/* Positions 0..n in the order of falling keys, none negative, equal ones as they come. spare is of n entries. */
 static void sort_falling(const i64 *key, i64 n, i64 *order, i64 *spare) {
-    for (i64 i = 0; i < n; i++) order[i] = i;
-    for (i64 width = 1; width < n; width *= 2) {
-        for (i64 low = 0; low < n; low += 2 * width) {
-            i64 middle = min_of(low + width, n), high = min_of(low + 2 * width, n), a = low, b = middle;
-            for (i64 k = low; k < high; k++)
-                spare[k] = b >= high || (a < middle && key[order[a]] >= key[order[b]]) ? order[a++] : order[b++];
-        }
-        memcpy(order, spare, (size_t)n * sizeof(i64));
+    i64 most = 0, *from = order, *to = spare;
+    for (i64 i = 0; i < n; i++) order[i] = i, most = max_of(most, key[i]);
+    for (int shift = 0; most >> shift > 0; shift += 8) {
+        i64 begin[257] = {0};
+        for (i64 k = 0; k < n; k++) begin[256 - (key[k] >> shift & 255)]++; /* 255 is the first digit */
+        for (int digit = 1; digit < 256; digit++) begin[digit] += begin[digit - 1];
+        for (i64 k = 0; k < n; k++) to[begin[255 - (key[from[k]] >> shift & 255)]++] = from[k];
+        i64 *swap = from;
+        from = to, to = swap;
     }
+    if (from != order) memcpy(order, from, (size_t)n * sizeof(i64));
 }
 
-/* lower._Stream: of the n segments in seg. Arrays of n entries: order, first_run, pieces, and three of scratch; load is
- * of the runs. runs: int32[most runs, FIELDS]. */
-static void cut_stream(const tiles *t, const segments *s, i64 tile_tokens, const i64 *blocks, i64 num_blocks,
-                       const i64 *seg, i64 n, int may_cut, i64 *order, i64 *first_run, i64 *pieces, i64 *scratch,
-                       i64 *load, int32_t *runs) {
-    i64 most_runs = num_runs(t, blocks[num_blocks - 1]), total = 0, count = 0, longest = 0;
-    i64 *length = scratch, *sorted = scratch + n, *spare = scratch + 2 * n;
-    memset(runs, 0, (size_t)(most_runs * FIELDS) * sizeof(int32_t));
-    for (i64 i = 0; i < n; i++) {
-        length[i] = ceil_div(s->kv_len[seg[i]], tile_tokens);
-        total += length[i];
-        pieces[i] = 1;
+/* cuts.Stream: order, first_run and pieces are of the items; run_item, run_tiles and run_begin of the runs. */
+typedef struct {
+    i64 *order, *first_run, *pieces, *run_item, *run_tiles, *run_begin;
+} stream;
+
+/* cuts._deal, and the tiles of the longest run. sorted: items, the longest first. */
+static i64 deal(const i64 *length, const i64 *sorted, i64 n, i64 runs, i64 *run_of, i64 *load) {
+    i64 most = 0, run = 0, step = 1;
+    memset(load, 0, (size_t)runs * sizeof(i64));
+    for (i64 rank = 0; rank < n; rank++) {
+        i64 item = sorted[rank];
+        run_of[item] = run;
+        most = max_of(most, load[run] += length[item]);
+        if (run + step < 0 || run + step == runs) step = -step; /* once more, and back */
+        else run += step;
     }
-    if (!n) return;
-    sort_falling(length, n, sorted, spare);
-    for (i64 b = 0; b < num_blocks; b++) {
-        i64 wanted = num_runs(t, blocks[b]), most = 0;
-        memset(load, 0, (size_t)wanted * sizeof(i64));
-        for (i64 rank = 0; rank < n; rank++) {
-            i64 turn = rank / wanted, place = rank % wanted, run = turn % 2 ? wanted - 1 - place : place;
-            most = max_of(most, load[run] += length[sorted[rank]]);
-        }
-        if (!count || most * 10 <= longest * 9) longest = most, count = wanted;
-    }
-    i64 ideal = ceil_div(total, count);
-    if (!may_cut || longest <= max_of(ideal + 1, ideal * 5 / 4)) {
-        for (i64 rank = 0; rank < n; rank++) {
-            i64 turn = rank / count, place = rank % count;
-            first_run[sorted[rank]] = turn % 2 ? count - 1 - place : place;
-        }
-        memset(load, 0, (size_t)(most_runs + 1) * sizeof(i64)); /* items before each run */
-        for (i64 i = 0; i < n; i++) {
-            load[first_run[i] + 1]++;
-            runs[first_run[i] * FIELDS + 4] += (int32_t)length[i];
-        }
-        for (i64 run = 0; run < most_runs; run++) {
-            load[run + 1] += load[run];
-            runs[run * FIELDS + 3] = (int32_t)min_of(load[run], n);
-        }
-        for (i64 i = 0; i < n; i++) order[load[first_run[i]]++] = i;
-        return;
-    }
-    i64 used = min_of(num_runs(t, blocks[0]), ceil_div(total, t->min_run_tiles)), item = 0, end = length[0];
-    for (i64 run = 0; run < most_runs; run++) {
+    return most;
+}
+
+/* cuts._cut_evenly; returns the tiles of the longest run. */
+static i64 cut_evenly(const i64 *length, i64 n, i64 total, i64 most_used, i64 runs, i64 min_run_tiles, stream *s) {
+    i64 used = min_of(most_used, ceil_div(total, min_run_tiles)), longest = 0, item = 0, begin = 0;
+    for (i64 run = 0; run < runs; run++) {
         i64 cut = min_of(run, used) * total / used, next = min_of(run + 1, used) * total / used;
-        while (end <= cut && item < n - 1) end += length[++item];
-        int32_t *of = runs + run * FIELDS;
-        of[3] = (int32_t)item;
-        of[4] = (int32_t)(next - cut);
-        of[5] = (int32_t)((cut - (end - length[item])) * tile_tokens);
+        while (begin + length[item] <= cut && item < n - 1) begin += length[item++];
+        s->run_item[run] = item, s->run_tiles[run] = next - cut, s->run_begin[run] = cut - begin;
+        longest = max_of(longest, next - cut);
     }
-    i64 begin = 0, run = 0;
+    i64 run = 0, next = total / used; /* where the run after this begins */
+    begin = 0;
     for (i64 i = 0; i < n; i++) {
-        order[i] = i;
-        while (run + 1 < used && (run + 1) * total / used <= begin) run++;
-        first_run[i] = run;
-        i64 last = run, until = begin + length[i];
-        while ((last + 1) * total / used < until) last++;
-        pieces[i] = last - run + 1;
-        begin = until;
+        s->order[i] = i;
+        while (next <= begin) run++, next = (run + 1) * total / used;
+        s->first_run[i] = run;
+        begin += length[i];
+        while (next < begin) run++, next = (run + 1) * total / used;
+        s->pieces[i] = run - s->first_run[i] + 1;
     }
+    return longest;
 }
 
-/* Items of a stream, and the beginning of its runs' records. */
-static void write_stream(const segments *s, const i64 *seg, i64 n, const i64 *order, const i64 *first_run,
-                         const i64 *above, const i64 *number, const int32_t *partial_indptr, int32_t *items,
-                         int32_t *runs, i64 most_runs) {
-    for (i64 k = 0; k < n; k++, items += FIELDS) {
-        i64 at = seg[order[k]], row = s->row_begin[at] - s->row_0;
-        items[0] = (int32_t)row, items[1] = s->num_rows[at], items[2] = (int32_t)s->page_begin[at];
-        items[3] = s->kv_len[at], items[4] = partial_indptr[row], items[5] = (int32_t)number[at];
-        items[6] = (int32_t)(above[at] - first_run[order[k]]), items[7] = s->kv_start[at];
+/* cuts.cut_stream, of the n segments in seg. runs: the numbers there may be. scratch: 3 * n and the most runs. */
+static void cut_stream(const segments *g, const i64 *seg, i64 n, const i64 *runs, i64 num, i64 tile_tokens,
+                       i64 min_run_tiles, int may_cut, i64 *scratch, stream *s) {
+    i64 most_runs = runs[num - 1], total = 0, count = 0, longest = 0;
+    i64 *length = scratch, *sorted = scratch + n, *run_of = scratch + 2 * n, *load = scratch + 3 * n;
+    for (i64 i = 0; i < n; i++) total += length[i] = ceil_div(g->kv_len[seg[i]], tile_tokens);
+    if (n) sort_falling(length, n, sorted, run_of);
+    for (i64 k = 0; k < num && n; k++) {
+        i64 most = deal(length, sorted, n, runs[k], run_of, load);
+        if (longest && most * 10 > longest * 9) continue;
+        longest = most, count = runs[k];
+        memcpy(s->first_run, run_of, (size_t)n * sizeof(i64));
     }
-    memset(items, 0, WINDOW * FIELDS * sizeof(int32_t));
-    items -= n * FIELDS;
-    for (i64 run = 0; run < most_runs; run++, runs += FIELDS)
-        for (int k = 0; k < 3; k++) runs[k] = items[runs[3] * FIELDS + k];
+    if (may_cut && SLACK_UNDER * longest * count > SLACK_OVER * total) {
+        i64 extra = 0;
+        memcpy(run_of, s->first_run, (size_t)n * sizeof(i64));
+        i64 even = cut_evenly(length, n, total, runs[0], most_runs, min_run_tiles, s);
+        for (i64 i = 0; i < n; i++) extra += g->num_rows[seg[i]] * (s->pieces[i] - 1);
+        i64 cut = max_of(SLACK_OVER * total, SLACK_UNDER * even * runs[0]) * tile_tokens;
+        if (cut + SLACK_OVER * PIECE_TOKENS * extra < SLACK_UNDER * longest * count * tile_tokens) return;
+        memcpy(s->first_run, run_of, (size_t)n * sizeof(i64));
+    }
+    memset(s->run_item, 0, (size_t)most_runs * sizeof(i64));
+    memset(s->run_tiles, 0, (size_t)most_runs * sizeof(i64));
+    memset(s->run_begin, 0, (size_t)most_runs * sizeof(i64));
+    for (i64 i = 0; i < n; i++) {
+        s->pieces[i] = 1;
+        s->run_item[s->first_run[i]]++;
+        s->run_tiles[s->first_run[i]] += length[i];
+    }
+    for (i64 run = 0, sum = 0; run < most_runs; run++) {
+        i64 items = s->run_item[run];
+        s->run_item[run] = load[run] = sum;
+        sum += items;
+    }
+    for (i64 i = 0; i < n; i++) s->order[load[s->first_run[i]]++] = i;
 }
 
-/* lower.lower. sizes: i64[3], written: wide, short and narrow items. wide: int32[most, FIELDS]; short and narrow:
- * int32[n + WINDOW, FIELDS]; runs: int32[most runs, FIELDS]; partial_indptr: int32[rows + 1]; combined: int32[rows].
- * Returns 0, or -1 without memory. */
-i64 fic_lower(const tiles *t, const segments *s, i64 max_partials, i64 *sizes, int32_t *wide, int32_t *shorts,
-              int32_t *short_runs, int32_t *narrow, int32_t *narrow_runs, int32_t *partial_indptr,
-              int32_t *combined) {
-    i64 n = s->n, per_tile = t->wide_rows / t->group_size, heads = t->num_kv_heads, work = 0, num[3] = {0};
-    i64 runs[2] = {num_runs(t, t->short_blocks[t->num_short_blocks - 1]),
-                   num_runs(t, t->narrow_blocks[t->num_narrow_blocks - 1])};
-    i64 most = max_of(runs[0], runs[1]);
-    i64 *memory = malloc((size_t)(18 * n + 2 * s->rows + most + 1) * sizeof(i64));
-    if (!memory) return -1;
-    i64 *kind = memory, *above = memory + n, *pieces = memory + 2 * n, *chunk = memory + 3 * n, *number = memory + 4 * n;
-    i64 *seg[3] = {memory + 5 * n, memory + 6 * n, memory + 7 * n};
-    i64 *order[2] = {memory + 8 * n, memory + 9 * n}, *first[2] = {memory + 10 * n, memory + 11 * n};
-    i64 *stream = memory + 12 * n, *scratch = memory + 13 * n; /* n entries, and 3 * n */
-    i64 *counts = memory + 18 * n, *below = counts + s->rows, *load = below + s->rows;
-    for (i64 i = 0; i < n; i++) {
-        i64 packed = s->num_rows[i] * t->group_size, length = s->kv_len[i];
-        kind[i] = -1, pieces[i] = 0;
-        if (!length) continue;
-        kind[i] = packed <= t->narrow_rows ? 2 : packed <= t->short_rows && length <= t->short_tokens ? 1 : 0;
-        seg[kind[i]][num[kind[i]]++] = i;
-        if (!kind[i]) work += ceil_div(s->num_rows[i], per_tile) * length;
+/* cuts._wide_time, where segments have tiles of per_tile rows. */
+static i64 wide_time(const segments *g, const i64 *seg, i64 n, i64 per_tile, const i64 *chunk, i64 slots,
+                     i64 blocks_per_sm) {
+    i64 items[LEVELS] = {0}, longest = 0, pieces_of_rows = 0, num = 0, time = 0, last = 0;
+    for (i64 k = 0; k < n; k++) longest = max_of(longest, min_of(chunk[k], g->kv_len[seg[k]]));
+    for (i64 k = 0; k < n; k++) {
+        i64 length = g->kv_len[seg[k]], rows = g->num_rows[seg[k]], num_tiles = ceil_div(rows, per_tile);
+        i64 before = (length - 1) / chunk[k]; /* pieces but the last */
+        if (before) items[(chunk[k] * LEVELS - 1) / longest] += num_tiles * before;
+        items[((length - before * chunk[k]) * LEVELS - 1) / longest] += num_tiles;
+        pieces_of_rows += rows * (before + 1);
+        num += num_tiles * (before + 1);
     }
-    double share = (double)(work * heads) / (double)(t->num_sms * t->wide_blocks), wanted = (double)t->min_cut;
-    if (share > wanted) wanted = share;
-    for (int may_cut = 1; may_cut >= 0; may_cut--) {
-        for (i64 k = 0; k < num[0]; k++) {
-            i64 i = seg[0][k], length = s->kv_len[i];
-            chunk[i] = length;
-            if (may_cut) {
-                double cuts = rint((double)length / wanted);
-                i64 even = ceil_div(length, cuts > 1.0 ? (i64)cuts : 1);
-                chunk[i] = ceil_div(even, t->wide_tokens) * t->wide_tokens;
-            }
-            pieces[i] = ceil_div(length, chunk[i]);
-        }
-        for (int which = 0; which < 2; which++) {
-            const i64 *blocks = which ? t->narrow_blocks : t->short_blocks;
-            cut_stream(t, s, which ? t->narrow_tile_tokens : t->short_tile_tokens, blocks,
-                       which ? t->num_narrow_blocks : t->num_short_blocks, seg[1 + which], num[1 + which], may_cut,
-                       order[which], first[which], stream, scratch, load, which ? narrow_runs : short_runs);
-            for (i64 k = 0; k < num[1 + which]; k++) pieces[seg[1 + which][k]] = stream[k];
-        }
-        /* Pieces above each segment, the same for all of its rows; below: those of narrow ones alone. */
-        memset(counts, 0, (size_t)(2 * s->rows) * sizeof(i64));
-        i64 total = 0, *of_narrow = scratch; /* by segment */
+    i64 waves = ceil_div(num, slots), until = 0, wave = 0;
+    for (i64 level = LEVELS - 1; level >= 0; level--) {
+        until += items[level];
+        i64 begun = min_of(ceil_div(until, slots), waves); /* waves whose longest item is so long or longer */
+        if (begun == wave) continue;
+        last = (level + 1) * longest / LEVELS + ITEM_TOKENS;
+        time += (begun - wave) * last;
+        wave = begun;
+    }
+    time *= NOT_LONE;
+    if (blocks_per_sm > 1 && (num - (waves - 1) * slots) * blocks_per_sm <= slots) time -= last * (NOT_LONE - LONE);
+    return time * slots + pieces_of_rows * PIECE_TOKENS * NOT_LONE;
+}
+
+/* cuts.cut_wide. spare is of n entries. */
+static void cut_wide(const tiles *t, const segments *g, const i64 *seg, i64 n, i64 per_tile, i64 *chunk, i64 *spare) {
+    i64 slots = num_runs(t, t->wide_blocks), total = 0, least = 0, before = 0;
+    for (i64 k = 0; k < n; k++) total += ceil_div(g->num_rows[seg[k]], per_tile) * g->kv_len[seg[k]];
+    for (int k = 0; k < NUM_SHARES && n; k++) {
+        i64 share = total * SHARES[k], over = 8 * slots;
+        if (share < t->min_cut * over) share = t->min_cut, over = 1;
+        if (share == before) break;
+        before = share;
         for (i64 i = 0; i < n; i++) {
-            i64 row = s->row_begin[i] - s->row_0;
-            above[i] = counts[row], of_narrow[i] = below[row];
-            if (!pieces[i]) continue;
-            for (i64 r = row; r < row + s->num_rows[i]; r++) {
-                counts[r] += pieces[i];
-                if (kind[i] == 2) below[r] += pieces[i];
-            }
+            i64 length = g->kv_len[seg[i]], cuts = max_of((2 * length * over + share) / (2 * share), 1);
+            spare[i] = ceil_div(ceil_div(length, cuts), t->wide_tokens) * t->wide_tokens;
         }
-        for (i64 r = 0; r < s->rows; r++) combined[r] = counts[r] == 1 ? -1 : (int32_t)counts[r];
-        for (i64 i = 0; i < n; i++) number[i] = counts[s->row_begin[i] - s->row_0] == 1;
-        if (t->max_finished)
-            for (i64 i = 0; i < n; i++) {
-                i64 row = s->row_begin[i] - s->row_0;
-                if (kind[i] != 2 || pieces[i] != 1 || s->num_rows[i] != 1 || of_narrow[i] || number[i]) continue;
-                if (combined[row] - above[i] != 1 || !above[i] || above[i] > t->max_finished) continue;
-                number[i] = above[i] + 1;
-                counts[row]--;
-                combined[row] = -1;
-            }
-        for (i64 r = 0; r < s->rows; r++) total += counts[r];
-        if (max_partials < 0 || total <= max_partials) break;
+        i64 time = wide_time(g, seg, n, per_tile, spare, slots, t->wide_blocks);
+        if (least && time * 16 >= least * 15) continue;
+        least = time;
+        memcpy(chunk, spare, (size_t)n * sizeof(i64));
     }
-    partial_indptr[0] = 0;
-    for (i64 r = 0; r < s->rows; r++) partial_indptr[r + 1] = partial_indptr[r] + (int32_t)counts[r];
-    write_stream(s, seg[1], num[1], order[0], first[0], above, number, partial_indptr, shorts, short_runs, runs[0]);
-    write_stream(s, seg[2], num[2], order[1], first[1], above, number, partial_indptr, narrow, narrow_runs, runs[1]);
+}
 
-    /* Wide items: those of a segment piece by piece, tile by tile, then all of them the longest first. */
-    i64 items = 0;
-    for (i64 k = 0; k < num[0]; k++) items += ceil_div(s->num_rows[seg[0][k]], per_tile) * pieces[seg[0][k]];
-    i64 *length = malloc((size_t)(3 * items + 1) * sizeof(i64));
-    int32_t *table = malloc((size_t)(items * FIELDS + 1) * sizeof(int32_t));
-    if (!length || !table) { free(length); free(table); free(memory); return -1; }
-    i64 at = 0;
-    for (i64 k = 0; k < num[0]; k++) {
-        i64 i = seg[0][k], row = s->row_begin[i] - s->row_0, tiles_of_it = ceil_div(s->num_rows[i], per_tile);
-        i64 seen = min_of(s->row_pos[s->row_begin[i]] + 1 - s->kv_start[i], s->kv_len[i]);
-        for (i64 piece = 0; piece < pieces[i]; piece++) {
-            i64 begin = piece * chunk[i], end = min_of(begin + chunk[i], s->kv_len[i]);
-            for (i64 tile = 0; tile < tiles_of_it; tile++, at++) {
-                int32_t *item = table + at * FIELDS;
-                length[at] = end - begin;
+/* lower._stream_items and _stream_runs. */
+static void write_stream(const segments *g, const i64 *seg, i64 n, const stream *s, const i64 *above,
+                         const i64 *number, const int32_t *partial_indptr, i64 tile_tokens, i64 runs, int32_t *items,
+                         int32_t *record) {
+    for (i64 k = 0; k < n; k++) {
+        int32_t *item = items + k * FIELDS;
+        i64 at = seg[s->order[k]], row = g->row_begin[at] - g->row_0;
+        item[0] = (int32_t)row, item[1] = g->num_rows[at], item[2] = (int32_t)g->page_begin[at];
+        item[3] = g->kv_len[at], item[4] = partial_indptr[row], item[5] = (int32_t)number[at];
+        item[6] = (int32_t)(above[at] - s->first_run[s->order[k]]), item[7] = g->kv_start[at];
+    }
+    memset(items + n * FIELDS, 0, WINDOW * FIELDS * sizeof(int32_t));
+    for (i64 run = 0; run < runs; run++, record += FIELDS) {
+        memcpy(record, items + s->run_item[run] * FIELDS, 3 * sizeof(int32_t));
+        record[3] = (int32_t)s->run_item[run], record[4] = (int32_t)s->run_tiles[run];
+        record[5] = (int32_t)(s->run_begin[run] * tile_tokens), record[6] = record[7] = 0;
+    }
+}
+
+/* lower._wide_items, and zeros behind them. scratch: 6 * n. */
+static void write_wide(const segments *g, const i64 *seg, i64 n, i64 per_tile, const i64 *chunk, const i64 *above,
+                       const i64 *number, i64 *scratch, int32_t *item, i64 most) {
+    i64 *length = scratch, *order = scratch + 2 * n, *spare = scratch + 4 * n, num = 0;
+    for (i64 k = 0; k < n; k++) {
+        i64 kv_len = g->kv_len[seg[k]];
+        length[2 * k] = min_of(chunk[k], kv_len); /* all pieces but the last, and that */
+        length[2 * k + 1] = kv_len - (kv_len - 1) / chunk[k] * chunk[k];
+    }
+    sort_falling(length, 2 * n, order, spare);
+    for (i64 k = 0; k < 2 * n; k++) {
+        i64 of = order[k] / 2, i = seg[of], kv_len = g->kv_len[i], row = g->row_begin[i] - g->row_0;
+        i64 last = (kv_len - 1) / chunk[of], num_tiles = ceil_div(g->num_rows[i], per_tile);
+        i64 seen = min_of((i64)g->row_pos[g->row_begin[i]] + 1 - g->kv_start[i], kv_len);
+        i64 piece = order[k] % 2 ? last : 0, behind = order[k] % 2 ? last + 1 : last;
+        num += (behind - piece) * num_tiles;
+        for (; piece < behind; piece++) {
+            i64 begin = piece * chunk[of], end = min_of(begin + chunk[of], kv_len);
+            for (i64 tile = 0; tile < num_tiles; tile++, item += FIELDS) {
                 item[0] = (int32_t)(row + tile * per_tile);
-                item[1] = (int32_t)min_of(s->num_rows[i] - tile * per_tile, per_tile);
-                item[2] = (int32_t)s->page_begin[i], item[3] = (int32_t)begin, item[4] = (int32_t)end;
+                item[1] = (int32_t)min_of(g->num_rows[i] - tile * per_tile, per_tile);
+                item[2] = (int32_t)g->page_begin[i], item[3] = (int32_t)begin, item[4] = (int32_t)end;
                 item[5] = (int32_t)min_of(max_of(seen, begin), end);
                 item[6] = number[i] == 1 ? -1 : (int32_t)(above[i] + piece);
-                item[7] = s->kv_start[i];
+                item[7] = g->kv_start[i];
             }
         }
     }
-    sort_falling(length, items, length + items, length + 2 * items);
-    for (i64 k = 0; k < items; k++)
-        memcpy(wide + k * FIELDS, table + length[items + k] * FIELDS, FIELDS * sizeof(int32_t));
-    sizes[0] = items, sizes[1] = num[1], sizes[2] = num[2];
-    free(length); free(table); free(memory);
+    if (most > num) memset(item, 0, (size_t)((most - num) * FIELDS) * sizeof(int32_t));
+}
+
+static i64 *take(i64 **memory, i64 count) {
+    i64 *taken = *memory;
+    *memory += count;
+    return taken;
+}
+
+/* lower.lower_into. Returns 0, 1 if there is no room for what `needed` says, or -1 without memory; writes to the room in
+ * the first case alone. */
+i64 fic_lower(const tiles *t, const segments *g, const room *into, sizes *needed) {
+    const i64 *blocks[2] = {t->short_blocks, t->narrow_blocks};
+    const i64 num_blocks[2] = {t->num_short_blocks, t->num_narrow_blocks};
+    const i64 tile_tokens[2] = {t->short_tile_tokens, t->narrow_tile_tokens};
+    i64 n = g->n, rows = g->rows, per_tile = t->wide_rows / t->group_size, num[3] = {0}, runs[2][MAX_BLOCKS], most[2];
+    for (int k = 0; k < 2; k++) {
+        for (i64 b = 0; b < num_blocks[k]; b++) runs[k][b] = num_runs(t, blocks[k][b]);
+        most[k] = runs[k][num_blocks[k] - 1];
+    }
+    i64 *memory = malloc((size_t)(21 * n + 2 * rows + 4 * (most[0] + most[1])) * sizeof(i64)), *left = memory;
+    if (!memory) return -1;
+    i64 *seg[3]; /* wide, short and narrow segments */
+    for (int k = 0; k < 3; k++) seg[k] = take(&left, n);
+    i64 *kind = take(&left, n), *pieces = take(&left, n), *number = take(&left, n), *chunk = take(&left, n);
+    i64 *above = take(&left, n), *above_narrow = take(&left, n); /* pieces above each segment, the same for all its rows */
+    i64 *counts = take(&left, rows), *counts_narrow = take(&left, rows);
+    i64 *scratch = take(&left, 6 * n + most[0] + most[1]);
+    stream streams[2];
+    for (int k = 0; k < 2; k++) {
+        i64 *of_items = take(&left, 3 * n), *of_runs = take(&left, 3 * most[k]);
+        streams[k] = (stream){of_items, of_items + n, of_items + 2 * n, of_runs, of_runs + most[k], of_runs + 2 * most[k]};
+    }
+
+    needed->page_begin = 0, needed->num_rows = rows;
+    for (i64 i = 0; i < n; i++) {
+        i64 packed = g->num_rows[i] * t->group_size, length = g->kv_len[i];
+        needed->page_begin = max_of(needed->page_begin, g->page_begin[i]);
+        kind[i] = -1, pieces[i] = 0;
+        if (!length) continue;
+        kind[i] = packed <= t->narrow_rows ? 2 : packed <= t->short_rows && length <= t->short_tokens;
+        seg[kind[i]][num[kind[i]]++] = i;
+    }
+    for (int may_cut = 1; may_cut >= 0; may_cut--) {
+        needed->num_wide = needed->num_partials = 0;
+        for (i64 k = 0; k < num[0]; k++) chunk[k] = g->kv_len[seg[0][k]];
+        if (may_cut) cut_wide(t, g, seg[0], num[0], per_tile, chunk, scratch);
+        for (i64 k = 0; k < num[0]; k++) {
+            i64 i = seg[0][k];
+            pieces[i] = ceil_div(g->kv_len[i], chunk[k]);
+            needed->num_wide += ceil_div(g->num_rows[i], per_tile) * pieces[i];
+        }
+        for (int k = 0; k < 2; k++) {
+            const i64 *of = seg[1 + k];
+            cut_stream(g, of, num[1 + k], runs[k], num_blocks[k], tile_tokens[k], t->min_run_tiles, may_cut, scratch,
+                       &streams[k]);
+            for (i64 j = 0; j < num[1 + k]; j++) pieces[of[j]] = streams[k].pieces[j];
+        }
+        memset(counts, 0, (size_t)rows * sizeof(i64));
+        memset(counts_narrow, 0, (size_t)rows * sizeof(i64));
+        for (i64 i = 0; i < n; i++) {
+            i64 row = g->row_begin[i] - g->row_0, end = row + g->num_rows[i];
+            above[i] = counts[row], above_narrow[i] = counts_narrow[row];
+            for (i64 r = row; r < end; r++) counts[r] += pieces[i];
+            if (kind[i] == 2)
+                for (i64 r = row; r < end; r++) counts_narrow[r] += pieces[i];
+        }
+        for (i64 r = 0; r < rows; r++) needed->num_partials += counts[r];
+        for (i64 i = 0; i < n; i++) { /* 1 if its rows have no other piece, more if it finishes its row */
+            i64 row = g->row_begin[i] - g->row_0;
+            number[i] = counts[row] == 1;
+            if (kind[i] != 2 || pieces[i] != 1 || g->num_rows[i] != 1 || above_narrow[i]) continue;
+            if (!above[i] || above[i] > t->max_finished || counts[row] != above[i] + 1) continue;
+            number[i] = above[i] + 1;
+            needed->num_partials--;
+        }
+        if (needed->num_partials <= into->most.num_partials) break;
+    }
+    for (int k = 0; k < 2; k++) needed->num_items[k] = num[1 + k], needed->num_runs[k] = num[1 + k] ? most[k] : 0;
+    const i64 *have = &into->most.num_wide, *want = &needed->num_wide;
+    for (size_t k = 0; k < sizeof(sizes) / sizeof(i64); k++)
+        if (want[k] > have[k]) { free(memory); return 1; }
+
+    for (i64 r = 0; r < rows; r++) into->combined[r] = counts[r] == 1 ? -1 : (int32_t)counts[r];
+    for (i64 i = 0; i < n; i++) {
+        if (number[i] < 2) continue;
+        into->combined[g->row_begin[i] - g->row_0] = -1;
+        counts[g->row_begin[i] - g->row_0]--;
+    }
+    into->partial_indptr[0] = 0;
+    for (i64 r = 0; r < rows; r++) into->partial_indptr[r + 1] = into->partial_indptr[r] + (int32_t)counts[r];
+    for (i64 r = rows; r < into->most.num_rows; r++) {
+        into->partial_indptr[r + 1] = into->partial_indptr[r];
+        into->combined[r] = 0;
+    }
+    for (int k = 0; k < 2; k++) {
+        i64 used = needed->num_runs[k], spare = into->most.num_runs[k] - used;
+        if (into->items[k])
+            write_stream(g, seg[1 + k], num[1 + k], &streams[k], above, number, into->partial_indptr, tile_tokens[k],
+                         used, into->items[k], into->runs[k]);
+        if (spare) memset(into->runs[k] + used * FIELDS, 0, (size_t)(spare * FIELDS) * sizeof(int32_t));
+    }
+    if (into->wide)
+        write_wide(g, seg[0], num[0], per_tile, chunk, above, number, scratch, into->wide, into->most.num_wide);
+    free(memory);
     return 0;
 }

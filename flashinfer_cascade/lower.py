@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.config import MAX_INT32, CascadeConfig
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
+from flashinfer_cascade.cuts import Stream, cut_stream, cut_wide
 from flashinfer_cascade.native import load_core
-from flashinfer_cascade.native_lower import FIELDS, WINDOW, lower_natively, make_tiles
+from flashinfer_cascade.native_lower import FIELDS, WINDOW, LoweredRoom, Sizes, allocate, lower_natively, make_tiles
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 
 
@@ -39,7 +40,7 @@ class Tiling:
         short_tile_tokens, narrow_tile_tokens: KV tokens of a short and of a narrow tile.
         short_blocks, narrow_blocks: blocks of a stream that one SM runs at once, each number of them more than the one
             before it and used where that makes the longest run shorter by a tenth.
-        min_run_tiles: tiles of a run at least, where KV is cut.
+        min_run_tiles: where a stream is cut, it is into a run for each so many tiles at most.
         max_finished: pieces above a narrow item of one row that it merges itself, rather than leave a piece to be
             merged; the kernels that wrote them must have run before.
         is_native: whether narrow items run on the CUDA kernel.
@@ -143,27 +144,83 @@ def lower(
         tiling: the kernels'.
         page_begin: int[num_segments of the part], where the page ids of each segment begin on the device; None is
             where they lie in `CascadePlan.seg_pages`.
-        max_partials: partial results that there is room for; KV is left uncut rather than exceed it. At least the
-            part's (segment, row) pairs.
+        max_partials: partial results that there is room for; KV is left uncut rather than exceed it.
         native: use the native core where there is one.
+
+    Raises:
+        CapacityError: there is not even room for the partial results of KV left uncut, or page ids begin where an
+            int32 does not reach.
     """
-    config = plan.config
-    where = slice(part.seg_begin, part.seg_end)
-    if page_begin is None:
-        page_begin = indptr(plan.seg_num_pages)[where]
+    most = MAX_INT32 if max_partials is None else max_partials
+    begins = _page_begin(plan, part, page_begin)
+    core = load_core() if native else None
+    tiles = make_tiles(plan.config, tiling)
+    room = allocate(tiles, plan, part, most)
+    if core is None:
+        return _lower(plan, part, tiling, begins, room)[0]
+    sizes = lower_natively(core, tiles, plan, part, begins, room)
+    return Lowered(
+        room.wide[: sizes.num_wide],
+        room.short[: sizes.num_short + WINDOW],
+        room.short_runs,
+        room.narrow[: sizes.num_narrow + WINDOW],
+        room.narrow_runs,
+        room.partial_indptr,
+        room.combined,
+    )
+
+
+def lower_into(
+    plan: CascadePlan,
+    part: PlanPart,
+    tiling: Tiling,
+    page_begin: NDArray[Any] | None,
+    room: LoweredRoom,
+    *,
+    native: bool = True,
+) -> Sizes:
+    """`lower` into arrays of the caller's, such as a captured graph's staging area.
+
+    Args:
+        plan, part, tiling, page_begin: as for `lower`.
+        room: where to; KV is left uncut rather than exceed its partial results.
+        native: use the native core where there is one.
+
+    Raises:
+        CapacityError: something does not fit; nothing is written then.
+    """
+    begins = _page_begin(plan, part, page_begin)
     core = load_core() if native else None
     if core is not None:
-        columns = [
-            getattr(plan, name)[where] for name in ("seg_row_begin", "seg_num_rows", "seg_kv_start", "seg_kv_len")
-        ]
-        begins = np.ascontiguousarray(page_begin, np.int64)
-        rows_of_part = part.row_begin, part.row_end
-        tiles = make_tiles(config, tiling)
-        return Lowered(*lower_natively(core, tiles, (*columns, plan.row_pos), begins, rows_of_part, max_partials))
+        return lower_natively(core, make_tiles(plan.config, tiling), plan, part, begins, room)
+    lowered, sizes = _lower(plan, part, tiling, begins, room)
+    rows = sizes.num_rows
+    room.wide[: sizes.num_wide], room.wide[sizes.num_wide :] = lowered.wide, 0
+    for items, to in (lowered.short, room.short), (lowered.narrow, room.narrow):
+        to[: len(items)] = items[: len(to)]
+    for runs, to in (lowered.short_runs, room.short_runs), (lowered.narrow_runs, room.narrow_runs):
+        to[: len(runs)], to[len(runs) :] = runs[: len(to)], 0
+    room.partial_indptr[: rows + 1], room.partial_indptr[rows + 1 :] = lowered.partial_indptr, sizes.num_partials
+    room.combined[:rows], room.combined[rows:] = lowered.combined, 0
+    return sizes
+
+
+def _page_begin(plan: CascadePlan, part: PlanPart, given: NDArray[Any] | None) -> Int64Array:
+    if given is None:
+        given = indptr(plan.seg_num_pages)[part.seg_begin : part.seg_end]
+    return np.ascontiguousarray(given, np.int64)
+
+
+def _lower(
+    plan: CascadePlan, part: PlanPart, tiling: Tiling, page_begin: Int64Array, room: LoweredRoom
+) -> tuple[Lowered, Sizes]:
+    """What the native core doubles: `lower`, once there is found to be room."""
+    config = plan.config
+    where = slice(part.seg_begin, part.seg_end)
+    rows = part.row_end - part.row_begin
     row_begin = plan.seg_row_begin[where].astype(np.int64) - part.row_begin
     num_rows = plan.seg_num_rows[where].astype(np.int64)
     kv_start, kv_len = plan.seg_kv_start[where].astype(np.int64), plan.seg_kv_len[where].astype(np.int64)
-    rows = part.row_end - part.row_begin
     packed = num_rows * config.group_size
     has_kv = kv_len > 0
     is_narrow = packed <= tiling.narrow_rows
@@ -171,209 +228,144 @@ def lower(
     wide = (has_kv & ~is_narrow & ~is_short).nonzero()[0]
     short = (has_kv & is_short).nonzero()[0]
     narrow = (has_kv & is_narrow).nonzero()[0]
+    per_tile = tiling.wide_rows // config.group_size
+    tiles = -(-num_rows[wide] // per_tile)
 
     for may_cut in (True, False):
-        chunk = _wide_chunks(config, tiling, num_rows[wide], kv_len[wide], may_cut)
-        short_stream = _Stream(config, tiling, tiling.short_tile_tokens, tiling.short_blocks, kv_len[short], may_cut)
-        narrow_stream = _Stream(
-            config, tiling, tiling.narrow_tile_tokens, tiling.narrow_blocks, kv_len[narrow], may_cut
-        )
-        pieces = np.zeros(len(kv_len), np.int64)
-        pieces[wide] = -(-kv_len[wide] // chunk)
-        pieces[short], pieces[narrow] = short_stream.pieces, narrow_stream.pieces
+        chunk = kv_len[wide]
+        if may_cut:
+            slots = tiling.num_runs(tiling.wide_blocks, config.num_kv_heads)
+            cut = slots, tiling.wide_blocks, tiling.min_cut, tiling.wide_tokens
+            chunk = cut_wide(tiles, num_rows[wide], chunk, *cut)
+        streams = [
+            cut_stream(
+                -(-kv_len[segs] // tile_tokens),
+                num_rows[segs],
+                [tiling.num_runs(number, config.num_kv_heads) for number in blocks],
+                tile_tokens,
+                tiling.min_run_tiles,
+                may_cut,
+            )
+            for segs, tile_tokens, blocks in (
+                (short, tiling.short_tile_tokens, tiling.short_blocks),
+                (narrow, tiling.narrow_tile_tokens, tiling.narrow_blocks),
+            )
+        ]
+        pieces = np.zeros((2, len(kv_len)), np.int64)  # all, and those of narrow segments
+        pieces[0, wide] = -(-kv_len[wide] // chunk)
+        pieces[0, short] = streams[0].pieces
+        pieces[:, narrow] = streams[1].pieces
         above, counts = _slots(plan.seg_level[where], row_begin, num_rows, pieces, rows)
-        is_lone = counts[row_begin] == 1
         combined = np.where(counts == 1, -1, counts)
-        finishes = np.zeros(len(kv_len), np.bool_)
+        # What an item has in place of a slot, if its rows have no other piece, or if it finishes its row.
+        number = (counts[row_begin] == 1).astype(np.int64)
         if tiling.max_finished:
-            narrow_pieces = np.where(is_narrow, pieces, 0)
-            narrow_above, _ = _slots(plan.seg_level[where], row_begin, num_rows, narrow_pieces, rows)
-            last = counts[row_begin] - above == 1
-            finishes = is_narrow & has_kv & last & (pieces == 1) & (num_rows == 1) & (narrow_above == 0)
-            finishes &= (above > 0) & (above <= tiling.max_finished)
+            last = counts[row_begin] - above[0] == 1
+            finishes = is_narrow & has_kv & last & (pieces[0] == 1) & (num_rows == 1) & (above[1] == 0)
+            finishes &= (above[0] > 0) & (above[0] <= tiling.max_finished)
+            number[finishes] = above[0, finishes] + 1
             counts[row_begin[finishes]] -= 1
             combined[row_begin[finishes]] = -1
-        if max_partials is None or int(counts.sum()) <= max_partials:
+        num_partials = int(counts.sum())
+        if num_partials <= room.num_partials:
             break
 
+    num_wide = int(tiles @ pieces[0, wide])
+    used = [len(stream.run_item) if len(stream.order) else 0 for stream in streams]
+    sizes = Sizes(num_wide, len(short), len(narrow), *used, num_partials, rows, int(page_begin.max(initial=0)))
+    room.check(sizes)
     partial_indptr = indptr(counts)
     # All of a shared segment is before any new token; of an own one, the first row sees the least.
     seen = np.minimum(plan.row_pos[plan.seg_row_begin[where]] + 1 - kv_start, kv_len)
-    return Lowered(
-        wide=_wide_items(
-            config, tiling, wide, chunk, pieces, row_begin, num_rows, page_begin, kv_len, seen, above, kv_start, is_lone
-        ),
-        short=short_stream.items(
-            short, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr, finishes, is_lone
-        ),
-        short_runs=short_stream.runs,
-        narrow=narrow_stream.items(
-            narrow, row_begin, num_rows, page_begin, kv_len, above, kv_start, partial_indptr, finishes, is_lone
-        ),
-        narrow_runs=narrow_stream.runs,
+    table = np.empty((len(kv_len), FIELDS), np.int64)
+    for index, column in enumerate((row_begin, num_rows, page_begin, kv_len)):
+        table[:, index] = column
+    table[:, 4], table[:, 5], table[:, 6], table[:, 7] = partial_indptr[row_begin], number, above[0], kv_start
+    streamed = [_stream_items(table[segs], stream) for segs, stream in zip((short, narrow), streams, strict=True)]
+    runs = [
+        _stream_runs(items, stream, tile_tokens)
+        for items, stream, tile_tokens in zip(
+            streamed, streams, (tiling.short_tile_tokens, tiling.narrow_tile_tokens), strict=True
+        )
+    ]
+    lowered = Lowered(
+        wide=_wide_items(table[wide], tiles, chunk, seen[wide], per_tile),
+        short=streamed[0],
+        short_runs=runs[0],
+        narrow=streamed[1],
+        narrow_runs=runs[1],
         partial_indptr=partial_indptr.astype(np.int32),
         combined=combined.astype(np.int32),
     )
+    return lowered, sizes
 
 
 def _slots(
     level: Int32Array, row_begin: Int64Array, num_rows: Int64Array, pieces: Int64Array, rows: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Pieces above each segment, the same for all of its rows, and pieces of each row."""
-    above = np.empty(len(pieces), np.int64)
-    counts = np.zeros(rows, np.int64)
+    """Sums of pieces, int64[*, num_segments]: above each segment, the same for all of its rows, and, of the first, by row."""
+    above = np.empty_like(pieces)
+    counts = np.zeros((len(pieces), rows), np.int64)
     bounds = np.searchsorted(level, np.arange(int(level[-1]) + 2)) if len(level) else np.zeros(1, np.int64)
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        begin = row_begin[low:high]
-        above[low:high] = counts[begin]
-        counts[ranges(begin, num_rows[low:high])] += pieces[low:high].repeat(num_rows[low:high])
-    return above, counts
-
-
-def _wide_chunks(
-    config: CascadeConfig, tiling: Tiling, num_rows: Int64Array, kv_len: Int64Array, may_cut: bool
-) -> Int64Array:
-    """KV tokens of each piece of the wide segments."""
-    if not may_cut or not len(kv_len):
-        return np.maximum(kv_len, 1)
-    tiles = -(-num_rows // _rows_per_tile(config, tiling))
-    blocks = tiling.num_sms * tiling.wide_blocks
-    wanted = max(tiling.min_cut, int(tiles @ kv_len) * config.num_kv_heads / blocks)
-    cuts = np.maximum(np.rint(kv_len / wanted), 1).astype(np.int64)
-    step = tiling.wide_tokens
-    even = -(-kv_len // cuts)
-    return -(-even // step) * step
-
-
-def _rows_per_tile(config: CascadeConfig, tiling: Tiling) -> int:
-    return tiling.wide_rows // config.group_size
+        begin, here = row_begin[low:high], pieces[:, low:high]
+        above[:, low:high] = counts[:, begin]
+        # Segments of a level follow each other, with gaps.
+        steps = np.zeros((len(pieces), rows + 1), np.int64)
+        steps[:, begin] += here
+        steps[:, begin + num_rows[low:high]] -= here
+        counts += steps[:, :-1].cumsum(axis=1)
+    return above, counts[0]
 
 
 def _wide_items(
-    config: CascadeConfig,
-    tiling: Tiling,
-    segs: Int64Array,
-    chunk: Int64Array,
-    pieces: Int64Array,
-    row_begin: Int64Array,
-    num_rows: Int64Array,
-    page_begin: NDArray[Any],
-    kv_len: Int64Array,
-    seen: Int64Array,
-    above: Int64Array,
-    kv_start: Int64Array,
-    is_lone: NDArray[np.bool_],
+    table: Int64Array, tiles: Int64Array, chunk: Int64Array, seen: Int64Array, per_tile: int
 ) -> Int32Array:
-    if not len(segs):
-        return np.zeros((0, FIELDS), np.int32)
-    per_tile = _rows_per_tile(config, tiling)
-    tiles = -(-num_rows[segs] // per_tile)
-    each = tiles * pieces[segs]
-    of = np.arange(len(segs)).repeat(each)
-    number = ranges(np.zeros(len(segs), np.int64), each)
-    piece, tile = np.divmod(number, tiles[of])
-    seg = segs[of]
-    begin = piece * chunk[of]
-    end = np.minimum(begin + chunk[of], kv_len[seg])
-    items = np.empty((len(of), FIELDS), np.int64)
-    items[:, 0] = row_begin[seg] + tile * per_tile
-    items[:, 1] = np.minimum(num_rows[seg] - tile * per_tile, per_tile)
-    items[:, 2] = page_begin[seg]
+    """Items of wide segments: piece by piece, tile by tile, the longest first.
+
+    Args:
+        table: int64[num_segments, FIELDS], of each segment what an item of a stream has, but for its slot: the pieces
+            above.
+        tiles: int64[num_segments], tiles of rows.
+        chunk: int64[num_segments], tokens of a piece.
+        seen: int64[num_segments], tokens that all rows see.
+        per_tile: rows of a tile.
+    """
+    kv_len = table[:, 3]
+    last = (kv_len - 1) // chunk  # piece
+    # All but the last piece of a segment are equally long.
+    groups = np.stack((np.minimum(chunk, kv_len), kv_len - last * chunk), axis=1).reshape(-1)
+    counts = np.stack((tiles * last, tiles), axis=1).reshape(-1)
+    order = np.argsort(-groups, kind="stable")
+    group = order.repeat(counts[order])
+    seg, is_last = np.divmod(group, 2)
+    piece, tile = np.divmod(ranges(np.zeros(len(order), np.int64), counts[order]), tiles[seg])
+    piece += is_last * last[seg]
+    of = table[seg]
+    begin = piece * chunk[seg]
+    end = np.minimum(begin + chunk[seg], of[:, 3])
+    items = np.empty((len(seg), FIELDS), np.int32)
+    items[:, 0] = of[:, 0] + tile * per_tile
+    items[:, 1] = np.minimum(of[:, 1] - tile * per_tile, per_tile)
+    items[:, 2] = of[:, 2]
     items[:, 3], items[:, 4] = begin, end
     items[:, 5] = np.clip(seen[seg], begin, end)
-    items[:, 6] = np.where(is_lone[seg], -1, above[seg] + piece)
-    items[:, 7] = kv_start[seg]
-    return items[np.argsort(begin - end, kind="stable")].astype(np.int32)
+    items[:, 6] = np.where(of[:, 5] == 1, -1, of[:, 6] + piece)
+    items[:, 7] = of[:, 7]
+    return items
 
 
-class _Stream:
-    """The tiles of KV of some segments in one line, cut into runs.
-
-    Attributes:
-        pieces: int64[num_items], runs that each item is in.
-        runs: as in `Lowered`.
-    """
-
-    def __init__(
-        self,
-        config: CascadeConfig,
-        tiling: Tiling,
-        tile_tokens: int,
-        blocks: tuple[int, ...],
-        kv_len: Int64Array,
-        may_cut: bool,
-    ) -> None:
-        tiles = -(-kv_len // tile_tokens)
-        num_items, num_tiles = len(tiles), int(tiles.sum())
-        self.runs = np.zeros((tiling.num_runs(blocks[-1], config.num_kv_heads), FIELDS), np.int32)
-        self._order = np.arange(num_items)
-        self.pieces = np.ones(num_items, np.int64)
-        self._first_run = np.zeros(num_items, np.int64)
-        if not num_items:
-            return
-        num_runs = longest = 0
-        for number in blocks:
-            wanted = tiling.num_runs(number, config.num_kv_heads)
-            deal = _deal(tiles, wanted)
-            most = int(np.bincount(deal, tiles, wanted).max())
-            # More blocks at once are slower each.
-            if not num_runs or most * 10 <= longest * 9:
-                whole, longest, num_runs = deal, most, wanted
-        ideal = -(-num_tiles // num_runs)
-        if not may_cut or longest <= max(ideal + 1, ideal * 5 // 4):
-            self._order = np.argsort(whole, kind="stable")
-            of_run = np.bincount(whole, minlength=len(self.runs))
-            first = indptr(of_run)[:-1]
-            self.runs[:, 3] = np.minimum(first, num_items)
-            self.runs[:, 4] = np.bincount(whole, tiles, len(self.runs))
-            self._first_run = whole
-            return
-        ends = tiles.cumsum()
-        used = min(tiling.num_runs(blocks[0], config.num_kv_heads), -(-num_tiles // tiling.min_run_tiles))
-        cuts = np.minimum(np.arange(len(self.runs) + 1), used) * num_tiles // used
-        first = np.searchsorted(ends, cuts[:-1], side="right")
-        first = np.minimum(first, num_items - 1)
-        self.runs[:, 3] = first
-        self.runs[:, 4] = cuts[1:] - cuts[:-1]
-        self.runs[:, 5] = (cuts[:-1] - (ends[first] - tiles[first])) * tile_tokens
-        begins = ends - tiles
-        first_run = np.searchsorted(cuts[:used], begins, side="right") - 1
-        last_run = np.searchsorted(cuts[: used + 1], ends, side="left") - 1
-        self._first_run = first_run
-        self.pieces = last_run - first_run + 1
-
-    def items(
-        self,
-        segs: Int64Array,
-        row_begin: Int64Array,
-        num_rows: Int64Array,
-        page_begin: NDArray[Any],
-        kv_len: Int64Array,
-        above: Int64Array,
-        kv_start: Int64Array,
-        partial_indptr: Int64Array,
-        finishes: NDArray[np.bool_],
-        is_lone: NDArray[np.bool_],
-    ) -> Int32Array:
-        """The items, as in `Lowered`."""
-        segs = segs[self._order]
-        items = np.zeros((len(segs) + WINDOW, FIELDS), np.int32)
-        items[:-WINDOW, 0] = row_begin[segs]
-        items[:-WINDOW, 1] = num_rows[segs]
-        items[:-WINDOW, 2] = page_begin[segs]
-        items[:-WINDOW, 3] = kv_len[segs]
-        rows = row_begin[segs]
-        items[:-WINDOW, 4] = partial_indptr[rows]
-        items[:-WINDOW, 5] = np.where(finishes[segs], above[segs] + 1, is_lone[segs])
-        items[:-WINDOW, 6] = above[segs] - self._first_run[self._order]
-        items[:-WINDOW, 7] = kv_start[segs]
-        self.runs[:, :3] = items[self.runs[:, 3], :3]
-        return items
+def _stream_items(table: Int64Array, stream: Stream) -> Int32Array:
+    """Items in the order of the stream."""
+    items = np.zeros((len(table) + WINDOW, FIELDS), np.int32)
+    items[:-WINDOW] = table[stream.order]
+    items[:-WINDOW, 6] -= stream.first_run[stream.order].astype(np.int32)
+    return items
 
 
-def _deal(tiles: Int64Array, num_runs: int) -> Int64Array:
-    """The run of each item, were none cut: the longest first, to and fro over the runs."""
-    rank = np.empty(len(tiles), np.int64)
-    rank[np.argsort(-tiles, kind="stable")] = np.arange(len(tiles))
-    turn, place = np.divmod(rank, num_runs)
-    return np.where(turn % 2 == 0, place, num_runs - 1 - place)
+def _stream_runs(items: Int32Array, stream: Stream, tile_tokens: int) -> Int32Array:
+    runs = np.zeros((len(stream.run_item), FIELDS), np.int32)
+    runs[:, :3] = items[stream.run_item, :3]
+    runs[:, 3], runs[:, 4] = stream.run_item, stream.run_tiles
+    runs[:, 5] = stream.run_begin * tile_tokens
+    return runs

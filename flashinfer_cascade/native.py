@@ -121,7 +121,7 @@ def load_core() -> ctypes.PyDLL | None:
     core.fic_forest.argtypes = (_P, _I64, _I64, _P)
     core.fic_steady.argtypes = (_P, _P, _P, _I64, _P, _I64, _I64, _P, _P, _I64, _P, _I64, _P, _P, _P)
     core.fic_steady.restype = _I64
-    core.fic_lower.argtypes = (_P, _P, _I64, *(_P,) * 8)
+    core.fic_lower.argtypes = (_P,) * 4
     core.fic_lower.restype = _I64
     core.fic_gather.restype = core.fic_leave.restype = None
     core.fic_rate.restype = core.fic_columns.restype = core.fic_share.restype = core.fic_forest.restype = _I64

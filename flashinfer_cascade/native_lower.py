@@ -1,17 +1,20 @@
-"""`lower.lower` by the native core: the same tables, some ten times faster."""
+"""`lower.lower` by the native core, and the room that it writes to: the same tables, some ten times faster."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.capacity import capacity_error
+from flashinfer_cascade.config import MAX_INT32, CascadeConfig
 from flashinfer_cascade.csr import Int32Array, Int64Array
+from flashinfer_cascade.errors import CapacityError
+from flashinfer_cascade.plan import CascadePlan, PlanPart
 
 FIELDS, WINDOW = 8, 32
 """Numbers of an item, and zeros behind a stream's items: see `lower`."""
@@ -39,6 +42,102 @@ class _Segments(ctypes.Structure):
     )
 
 
+class Sizes(NamedTuple):
+    """What a lowered part has.
+
+    Attributes:
+        num_wide, num_short, num_narrow: items.
+        num_short_runs, num_narrow_runs: runs, none where there are no items.
+        num_partials: partial results.
+        num_rows: of the part.
+        page_begin: the largest; an int32 in the tables.
+    """
+
+    num_wide: int
+    num_short: int
+    num_narrow: int
+    num_short_runs: int
+    num_narrow_runs: int
+    num_partials: int
+    num_rows: int
+    page_begin: int
+
+
+class _Room(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("wide", "short", "narrow", "short_runs", "narrow_runs")),
+        *((name, _P) for name in ("partial_indptr", "combined")),
+        *((name, _I64) for name in Sizes._fields),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoweredRoom:
+    """Where parts are lowered to, one after the other: int32 arrays as in `lower.Lowered`, contiguous, and larger.
+
+    Attributes:
+        wide: [most items, FIELDS]; ends with zeros.
+        short, narrow: [most items + WINDOW, FIELDS], or [0, FIELDS] for none; WINDOW zeros follow the part's items.
+        short_runs, narrow_runs: [most runs, FIELDS]; ends with zeros.
+        partial_indptr: [most rows + 1]; ends with its last number, again and again.
+        combined: [most rows]; ends with zeros.
+        num_partials: partial results that there is room for.
+
+    Raises:
+        CapacityError: a list of items is shorter than its end, or `partial_indptr` is not one longer than `combined`.
+    """
+
+    wide: Int32Array
+    short: Int32Array
+    short_runs: Int32Array
+    narrow: Int32Array
+    narrow_runs: Int32Array
+    partial_indptr: Int32Array
+    combined: Int32Array
+    num_partials: int
+    _most: Sizes = field(init=False, repr=False)
+    _native: _Room = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, items in (("short", self.short), ("narrow", self.narrow)):
+            if 0 < len(items) < WINDOW:
+                raise CapacityError(f"{name} has room for {len(items)} items, which end with {WINDOW} zeros: add as many")
+        if len(self.partial_indptr) != len(self.combined) + 1:
+            raise CapacityError(
+                f"partial_indptr has {len(self.partial_indptr)} numbers for {len(self.combined)} rows: give it one more "
+                "than these"
+            )
+        most = Sizes(
+            len(self.wide),
+            *(max(len(items) - WINDOW, 0) for items in (self.short, self.narrow)),
+            *(len(runs) for runs in (self.short_runs, self.narrow_runs)),
+            min(self.num_partials, MAX_INT32),
+            len(self.combined),
+            MAX_INT32,
+        )
+        arrays = [getattr(self, name) for name, _ in _Room._fields_[:7]]
+        native = _Room(*(array.ctypes.data if len(array) else None for array in arrays), *most)
+        object.__setattr__(self, "_most", most)
+        object.__setattr__(self, "_native", native)
+
+    @property
+    def address(self) -> int:
+        """Of what C reads."""
+        return ctypes.addressof(self._native)
+
+    def check(self, needed: Sizes) -> None:
+        """Refuse what does not fit.
+
+        Raises:
+            CapacityError: something does not.
+        """
+        pairs = zip(Sizes._fields, zip(needed, self._most, strict=True), strict=True)
+        lacking = {name: pair for name, pair in pairs if pair[0] > pair[1]}
+        if lacking:
+            remedy = "Plan with the capacity that the room was made for, or reserve more"
+            raise capacity_error("the lowered part", lacking, remedy)
+
+
 @functools.cache
 def make_tiles(config: CascadeConfig, tiling: Any) -> Tiles:
     """Both in one block; kept, for it takes longer than lowering."""
@@ -51,31 +150,12 @@ def make_tiles(config: CascadeConfig, tiling: Any) -> Tiles:
     return Tiles(**values)
 
 
-def lower_natively(
-    core: ctypes.PyDLL,
-    tiles: Tiles,
-    columns: Sequence[Int32Array],
-    page_begin: Int64Array,
-    rows: tuple[int, int],
-    max_partials: int | None,
-) -> list[Int32Array]:
-    """The arrays of `lower.Lowered`, in their order.
-
-    Args:
-        core: the native core.
-        tiles: of the configuration and the tiling.
-        columns: row_begin, num_rows, kv_start and kv_len of the part's segments, and row_pos of the plan; contiguous.
-        page_begin: int64[num_segments], contiguous.
-        rows: the part's first row, and the row behind its last.
-        max_partials: as for `lower.lower`.
-    """
-    n, count = len(columns[0]), rows[1] - rows[0]
-    addresses = [column.ctypes.data for column in columns]
-    segments = _Segments(*addresses, page_begin.ctypes.data, n, rows[0], count)
-    per_tile = tiles.wide_rows // tiles.group_size
-    # No cut adds more items than there are blocks: each segment is cut into at most one more than its share of them.
-    most_wide = tiles.num_sms * tiles.wide_blocks // tiles.num_kv_heads + 1
-    most_wide += int(columns[1].sum(dtype=np.int64)) // per_tile + n
+def allocate(tiles: Tiles, plan: CascadePlan, part: PlanPart, num_partials: int) -> LoweredRoom:
+    """Room in which a part fits, but perhaps for its partial results."""
+    n, rows = part.seg_end - part.seg_begin, part.row_end - part.row_begin
+    # `cuts.cut_wide` adds at most an item for each slot.
+    most_wide = max(tiles.num_sms * tiles.wide_blocks // tiles.num_kv_heads, 1) + n
+    most_wide += int(plan.seg_num_rows[part.seg_begin : part.seg_end].sum()) // (tiles.wide_rows // tiles.group_size)
     runs = [
         max(tiles.num_sms * blocks[number - 1] // tiles.num_kv_heads, 1)
         for blocks, number in (
@@ -83,16 +163,45 @@ def lower_natively(
             (tiles.narrow_blocks, tiles.num_narrow_blocks),
         )
     ]
-    items = (n + WINDOW) * FIELDS
-    sizes = most_wide * FIELDS, items, runs[0] * FIELDS, items, runs[1] * FIELDS, count + 1, count
-    ends = [0, *accumulate(sizes)]
-    out = np.empty(ends[-1], np.int32)
-    used = (ctypes.c_int64 * 3)()
-    places = [out.ctypes.data + 4 * end for end in ends[:-1]]
-    most = -1 if max_partials is None else max_partials
-    if core.fic_lower(ctypes.addressof(tiles), ctypes.addressof(segments), most, ctypes.addressof(used), *places):
+    tables = accumulate((most_wide, n + WINDOW, runs[0], n + WINDOW, runs[1]), initial=0)
+    begins = [begin * FIELDS for begin in tables]
+    memory = np.empty(begins[-1] + 2 * rows + 1, np.int32)
+    ends = [*begins[1:], begins[-1] + rows + 1, len(memory)]
+    arrays = [memory[begin:end] for begin, end in zip([*begins, ends[5]], ends, strict=True)]
+    return LoweredRoom(*(array.reshape(-1, FIELDS) for array in arrays[:5]), *arrays[5:], num_partials)
+
+
+def lower_natively(
+    core: ctypes.PyDLL, tiles: Tiles, plan: CascadePlan, part: PlanPart, page_begin: Int64Array, room: LoweredRoom
+) -> Sizes:
+    """Lower one part into a room.
+
+    Args:
+        core: the native core.
+        tiles: of the configuration and the tiling.
+        plan: what to run.
+        part: which part of it.
+        page_begin: int64[num_segments of the part], contiguous.
+        room: where to; nothing is written if something does not fit.
+
+    Raises:
+        CapacityError: something does not fit.
+    """
+    columns = plan.seg_row_begin, plan.seg_num_rows, plan.seg_kv_start, plan.seg_kv_len
+    at = part.seg_begin * columns[0].itemsize
+    segments = _Segments(
+        *[column.ctypes.data + at for column in columns],
+        plan.row_pos.ctypes.data,
+        page_begin.ctypes.data,
+        len(page_begin),
+        part.row_begin,
+        part.row_end - part.row_begin,
+    )
+    sizes = (_I64 * len(Sizes._fields))()
+    status = core.fic_lower(ctypes.addressof(tiles), ctypes.addressof(segments), room.address, sizes)
+    if status < 0:
         raise MemoryError
-    arrays = [out[begin : begin + size] for begin, size in zip(ends, sizes, strict=False)]
-    for number, length in (0, used[0]), (1, used[1] + WINDOW), (3, used[2] + WINDOW):
-        arrays[number] = arrays[number][: length * FIELDS]
-    return [array.reshape(-1, FIELDS) for array in arrays[:5]] + arrays[5:]
+    found = Sizes(*sizes)
+    if status:
+        room.check(found)
+    return found
