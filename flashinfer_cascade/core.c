@@ -984,14 +984,18 @@ static void cut_wide(const tiles *t, const segments *g, const i64 *seg, i64 n, i
         if (share < t->min_cut * over) share = t->min_cut, over = 1;
         if (share == before) break;
         before = share;
+        i64 items = 0;
         for (i64 i = 0; i < n; i++) {
             i64 length = g->kv_len[seg[i]], cuts = max_of((2 * length * over + share) / (2 * share), 1);
             spare[i] = ceil_div(ceil_div(length, cuts), t->wide_tokens) * t->wide_tokens;
+            items += ceil_div(g->num_rows[seg[i]], per_tile) * ceil_div(length, spare[i]);
         }
-        i64 time = wide_time(g, seg, n, per_tile, spare, slots, t->wide_blocks);
-        if (least && time * 16 >= least * 15) continue;
-        least = time;
-        memcpy(chunk, spare, (size_t)n * sizeof(i64));
+        i64 time = items > slots || least ? wide_time(g, seg, n, per_tile, spare, slots, t->wide_blocks) : 0;
+        if (!least || time * 16 < least * 15) {
+            least = time;
+            memcpy(chunk, spare, (size_t)n * sizeof(i64));
+        }
+        if (items <= slots) break;
     }
 }
 

@@ -70,28 +70,31 @@ def cut_stream(
         min_run_tiles: cuts leave at most a run for each so many tiles.
         may_cut: whether items may be cut at all.
     """
+    most_runs = num_runs[-1]
+    if not len(tiles):
+        nothing, idle = np.zeros(0, np.int64), np.zeros(most_runs, np.int64)
+        return Stream(nothing, nothing, nothing, idle, idle, idle)
     total = int(tiles.sum())
-    count, longest, run_of = num_runs[0], 0, np.zeros(len(tiles), np.int64)
-    for number in num_runs if total else ():
+    longest = 0
+    for number in num_runs:
         dealt = _deal(tiles, number)
         most = int(np.bincount(dealt, tiles).max())
         if not longest or most * 10 <= longest * 9:  # more runs at once are slower each
             count, longest, run_of = number, most, dealt
     at_best = SLACK[0] * total
     if may_cut and SLACK[1] * longest * count > at_best:
-        even = _cut_evenly(tiles, num_runs[0], num_runs[-1], min_run_tiles)
+        even = _cut_evenly(tiles, num_runs[0], most_runs, min_run_tiles)
         merging = SLACK[0] * PIECE_TOKENS * int(rows @ (even.pieces - 1))
         cut = max(at_best, SLACK[1] * int(even.run_tiles.max()) * num_runs[0]) * tile_tokens + merging
         if cut < max(at_best, SLACK[1] * longest * count) * tile_tokens:
             return even
-    items = np.bincount(run_of, minlength=num_runs[-1])
     return Stream(
         order=np.argsort(run_of, kind="stable"),
         first_run=run_of,
         pieces=np.ones(len(tiles), np.int64),
-        run_item=indptr(items)[:-1],
-        run_tiles=np.bincount(run_of, tiles, num_runs[-1]).astype(np.int64),
-        run_begin=np.zeros(num_runs[-1], np.int64),
+        run_item=indptr(np.bincount(run_of, minlength=most_runs))[:-1],
+        run_tiles=np.bincount(run_of, tiles, most_runs).astype(np.int64),
+        run_begin=np.zeros(most_runs, np.int64),
     )
 
 
@@ -109,8 +112,8 @@ def _cut_evenly(tiles: Int64Array, most_used: int, num_runs: int, min_run_tiles:
     begins = ends - tiles
     total = int(tiles.sum())
     used = min(most_used, -(-total // min_run_tiles))
-    cuts = np.minimum(np.arange(num_runs + 1), used) * total // max(used, 1)
-    first = np.minimum(np.searchsorted(ends, cuts[:-1], side="right"), max(len(tiles) - 1, 0))
+    cuts = np.minimum(np.arange(num_runs + 1), used) * total // used
+    first = np.minimum(np.searchsorted(ends, cuts[:-1], side="right"), len(tiles) - 1)
     first_run = np.searchsorted(cuts[:used], begins, side="right") - 1
     last_run = np.searchsorted(cuts[: used + 1], ends, side="left") - 1
     return Stream(
@@ -119,7 +122,7 @@ def _cut_evenly(tiles: Int64Array, most_used: int, num_runs: int, min_run_tiles:
         pieces=last_run - first_run + 1,
         run_item=first,
         run_tiles=cuts[1:] - cuts[:-1],
-        run_begin=cuts[:-1] - begins[first] if len(tiles) else np.zeros(num_runs, np.int64),
+        run_begin=cuts[:-1] - begins[first],
     )
 
 
@@ -158,17 +161,28 @@ def cut_wide(
         before = share
         cuts = np.maximum((2 * kv_len * over + share) // (2 * share), 1)
         chunk = -(-(-(-kv_len // cuts)) // step) * step
-        time = _wide_time(tiles, rows, kv_len, chunk, num_slots, blocks_per_sm)
+        pieces = -(-kv_len // chunk)
+        run_at_once = int(tiles @ pieces) <= num_slots
+        if run_at_once and not least:
+            return chunk
+        time = _wide_time(tiles, rows, kv_len, chunk, pieces, num_slots, blocks_per_sm)
         if not least or time * 16 < least * 15:  # the prediction is no better than that
             best, least = chunk, time
+        if run_at_once:
+            break  # longer ones take longer
     return best
 
 
 def _wide_time(
-    tiles: Int64Array, rows: Int64Array, kv_len: Int64Array, chunk: Int64Array, num_slots: int, blocks_per_sm: int
+    tiles: Int64Array,
+    rows: Int64Array,
+    kv_len: Int64Array,
+    chunk: Int64Array,
+    pieces: Int64Array,
+    num_slots: int,
+    blocks_per_sm: int,
 ) -> int:
-    """Predicted time, merging included, where each slot takes every `num_slots`-th item; times `num_slots` and LONE."""
-    pieces = -(-kv_len // chunk)
+    """Predicted time, where each slot takes every `num_slots`-th item, and of merging; times slots and LONE."""
     lengths = np.concatenate((np.minimum(chunk, kv_len), kv_len - (pieces - 1) * chunk))
     longest = int(lengths.max())
     # Lengths are rounded up to one of LEVELS, so that they need not be sorted.

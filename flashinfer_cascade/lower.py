@@ -20,7 +20,16 @@ from flashinfer_cascade.config import MAX_INT32, CascadeConfig
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
 from flashinfer_cascade.cuts import Stream, cut_stream, cut_wide
 from flashinfer_cascade.native import load_core
-from flashinfer_cascade.native_lower import FIELDS, WINDOW, LoweredRoom, Sizes, allocate, lower_natively, make_tiles
+from flashinfer_cascade.native_lower import (
+    FIELDS,
+    UNLIMITED,
+    WINDOW,
+    LoweredRoom,
+    Sizes,
+    allocate,
+    lower_natively,
+    make_tiles,
+)
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 
 
@@ -154,10 +163,10 @@ def lower(
     most = MAX_INT32 if max_partials is None else max_partials
     begins = _page_begin(plan, part, page_begin)
     core = load_core() if native else None
+    if core is None:
+        return _lower(plan, part, tiling, begins, UNLIMITED._replace(num_partials=min(most, MAX_INT32)))[0]
     tiles = make_tiles(plan.config, tiling)
     room = allocate(tiles, plan, part, most)
-    if core is None:
-        return _lower(plan, part, tiling, begins, room)[0]
     sizes = lower_natively(core, tiles, plan, part, begins, room)
     return Lowered(
         room.wide[: sizes.num_wide],
@@ -193,7 +202,7 @@ def lower_into(
     core = load_core() if native else None
     if core is not None:
         return lower_natively(core, make_tiles(plan.config, tiling), plan, part, begins, room)
-    lowered, sizes = _lower(plan, part, tiling, begins, room)
+    lowered, sizes = _lower(plan, part, tiling, begins, room.most)
     rows = sizes.num_rows
     room.wide[: sizes.num_wide], room.wide[sizes.num_wide :] = lowered.wide, 0
     for items, to in (lowered.short, room.short), (lowered.narrow, room.narrow):
@@ -212,12 +221,12 @@ def _page_begin(plan: CascadePlan, part: PlanPart, given: NDArray[Any] | None) -
 
 
 def _lower(
-    plan: CascadePlan, part: PlanPart, tiling: Tiling, page_begin: Int64Array, room: LoweredRoom
+    plan: CascadePlan, part: PlanPart, tiling: Tiling, page_begin: Int64Array, most: Sizes
 ) -> tuple[Lowered, Sizes]:
-    """What the native core doubles: `lower`, once there is found to be room."""
+    """What the native core doubles: the tables, of which nothing may exceed `most`, and how large they are."""
     config = plan.config
     where = slice(part.seg_begin, part.seg_end)
-    rows = part.row_end - part.row_begin
+    rows, level = part.row_end - part.row_begin, plan.seg_level[where]
     row_begin = plan.seg_row_begin[where].astype(np.int64) - part.row_begin
     num_rows = plan.seg_num_rows[where].astype(np.int64)
     kv_start, kv_len = plan.seg_kv_start[where].astype(np.int64), plan.seg_kv_len[where].astype(np.int64)
@@ -251,36 +260,36 @@ def _lower(
                 (narrow, tiling.narrow_tile_tokens, tiling.narrow_blocks),
             )
         ]
-        pieces = np.zeros((2, len(kv_len)), np.int64)  # all, and those of narrow segments
-        pieces[0, wide] = -(-kv_len[wide] // chunk)
-        pieces[0, short] = streams[0].pieces
-        pieces[:, narrow] = streams[1].pieces
-        above, counts = _slots(plan.seg_level[where], row_begin, num_rows, pieces, rows)
+        pieces = np.zeros(len(kv_len), np.int64)
+        pieces[wide] = -(-kv_len[wide] // chunk)
+        pieces[short], pieces[narrow] = streams[0].pieces, streams[1].pieces
+        above, counts = _slots(level, row_begin, num_rows, pieces, rows)
         combined = np.where(counts == 1, -1, counts)
-        # What an item has in place of a slot, if its rows have no other piece, or if it finishes its row.
+        # 1 if its rows have no other piece, more if it finishes its row.
         number = (counts[row_begin] == 1).astype(np.int64)
         if tiling.max_finished:
-            last = counts[row_begin] - above[0] == 1
-            finishes = is_narrow & has_kv & last & (pieces[0] == 1) & (num_rows == 1) & (above[1] == 0)
-            finishes &= (above[0] > 0) & (above[0] <= tiling.max_finished)
-            number[finishes] = above[0, finishes] + 1
+            finishes = (above > 0) & (above <= tiling.max_finished) & (counts[row_begin] - above == 1)
+            finishes &= is_narrow & (pieces == 1) & (num_rows == 1)
+            is_shared = is_narrow & (num_rows > 1)  # or there is nothing below
+            if finishes.any() and is_shared.any():
+                finishes &= _slots(level, row_begin, num_rows, np.where(is_shared, pieces, 0), rows)[0] == 0
+            number[finishes] = above[finishes] + 1
             counts[row_begin[finishes]] -= 1
             combined[row_begin[finishes]] = -1
         num_partials = int(counts.sum())
-        if num_partials <= room.num_partials:
+        if num_partials <= most.num_partials:
             break
 
-    num_wide = int(tiles @ pieces[0, wide])
+    num_wide = int(tiles @ pieces[wide])
     used = [len(stream.run_item) if len(stream.order) else 0 for stream in streams]
     sizes = Sizes(num_wide, len(short), len(narrow), *used, num_partials, rows, int(page_begin.max(initial=0)))
-    room.check(sizes)
+    sizes.check(most)
     partial_indptr = indptr(counts)
     # All of a shared segment is before any new token; of an own one, the first row sees the least.
     seen = np.minimum(plan.row_pos[plan.seg_row_begin[where]] + 1 - kv_start, kv_len)
-    table = np.empty((len(kv_len), FIELDS), np.int64)
-    for index, column in enumerate((row_begin, num_rows, page_begin, kv_len)):
-        table[:, index] = column
-    table[:, 4], table[:, 5], table[:, 6], table[:, 7] = partial_indptr[row_begin], number, above[0], kv_start
+    table = np.empty((len(kv_len), FIELDS), np.int32)
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = row_begin, num_rows, page_begin, kv_len
+    table[:, 4], table[:, 5], table[:, 6], table[:, 7] = partial_indptr[row_begin], number, above, kv_start
     streamed = [_stream_items(table[segs], stream) for segs, stream in zip((short, narrow), streams, strict=True)]
     runs = [
         _stream_runs(items, stream, tile_tokens)
@@ -303,34 +312,37 @@ def _lower(
 def _slots(
     level: Int32Array, row_begin: Int64Array, num_rows: Int64Array, pieces: Int64Array, rows: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Sums of pieces, int64[*, num_segments]: above each segment, the same for all of its rows, and, of the first, by row."""
-    above = np.empty_like(pieces)
-    counts = np.zeros((len(pieces), rows), np.int64)
+    """Pieces above each segment, the same for all of its rows, and pieces of each row."""
+    above = np.empty(len(pieces), np.int64)
+    counts = np.zeros(rows, np.int64)
+    row_end = row_begin + num_rows
     bounds = np.searchsorted(level, np.arange(int(level[-1]) + 2)) if len(level) else np.zeros(1, np.int64)
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        begin, here = row_begin[low:high], pieces[:, low:high]
-        above[:, low:high] = counts[:, begin]
+        begin, here = row_begin[low:high], pieces[low:high]
+        above[low:high] = counts[begin]
         # Segments of a level follow each other, with gaps.
-        steps = np.zeros((len(pieces), rows + 1), np.int64)
-        steps[:, begin] += here
-        steps[:, begin + num_rows[low:high]] -= here
-        counts += steps[:, :-1].cumsum(axis=1)
-    return above, counts[0]
+        steps = np.zeros(rows + 1, np.int64)
+        steps[begin] = here
+        steps[row_end[low:high]] -= here
+        counts += steps[:-1].cumsum()
+    return above, counts
 
 
 def _wide_items(
-    table: Int64Array, tiles: Int64Array, chunk: Int64Array, seen: Int64Array, per_tile: int
+    table: Int32Array, tiles: Int64Array, chunk: Int64Array, seen: Int64Array, per_tile: int
 ) -> Int32Array:
     """Items of wide segments: piece by piece, tile by tile, the longest first.
 
     Args:
-        table: int64[num_segments, FIELDS], of each segment what an item of a stream has, but for its slot: the pieces
+        table: int32[num_segments, FIELDS], of each segment what an item of a stream has, but for its slot: the pieces
             above.
         tiles: int64[num_segments], tiles of rows.
         chunk: int64[num_segments], tokens of a piece.
         seen: int64[num_segments], tokens that all rows see.
         per_tile: rows of a tile.
     """
+    if not len(table):
+        return np.zeros((0, FIELDS), np.int32)
     kv_len = table[:, 3]
     last = (kv_len - 1) // chunk  # piece
     # All but the last piece of a segment are equally long.
@@ -355,7 +367,7 @@ def _wide_items(
     return items
 
 
-def _stream_items(table: Int64Array, stream: Stream) -> Int32Array:
+def _stream_items(table: Int32Array, stream: Stream) -> Int32Array:
     """Items in the order of the stream."""
     items = np.zeros((len(table) + WINDOW, FIELDS), np.int32)
     items[:-WINDOW] = table[stream.order]

@@ -62,6 +62,21 @@ class Sizes(NamedTuple):
     num_rows: int
     page_begin: int
 
+    def check(self, most: Sizes) -> None:
+        """Refuse what is larger than there is room for.
+
+        Raises:
+            CapacityError: something is.
+        """
+        pairs = zip(self._fields, zip(self, most, strict=True), strict=True)
+        lacking = {name: pair for name, pair in pairs if pair[0] > pair[1]}
+        if lacking:
+            remedy = "Plan with the capacity that the room was made for, or reserve more"
+            raise capacity_error("the lowered part", lacking, remedy)
+
+
+UNLIMITED = Sizes(*[MAX_INT32] * len(Sizes._fields))
+
 
 class _Room(ctypes.Structure):
     _fields_ = (
@@ -82,6 +97,7 @@ class LoweredRoom:
         partial_indptr: [most rows + 1]; ends with its last number, again and again.
         combined: [most rows]; ends with zeros.
         num_partials: partial results that there is room for.
+        most: what all of it takes.
 
     Raises:
         CapacityError: a list of items is shorter than its end, or `partial_indptr` is not one longer than `combined`.
@@ -95,47 +111,39 @@ class LoweredRoom:
     partial_indptr: Int32Array
     combined: Int32Array
     num_partials: int
-    _most: Sizes = field(init=False, repr=False)
+    most: Sizes = field(init=False, repr=False)
     _native: _Room = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, items in (("short", self.short), ("narrow", self.narrow)):
-            if 0 < len(items) < WINDOW:
-                raise CapacityError(f"{name} has room for {len(items)} items, which end with {WINDOW} zeros: add as many")
-        if len(self.partial_indptr) != len(self.combined) + 1:
+        short, narrow, rows = len(self.short), len(self.narrow), len(self.combined)
+        for name, length in ("short", short), ("narrow", narrow):
+            if 0 < length < WINDOW:
+                raise CapacityError(f"{name} has room for {length} items, but ends with {WINDOW} of zeros: add as many")
+        if len(self.partial_indptr) != rows + 1:
             raise CapacityError(
-                f"partial_indptr has {len(self.partial_indptr)} numbers for {len(self.combined)} rows: give it one more "
-                "than these"
+                f"partial_indptr has {len(self.partial_indptr)} numbers for the {rows} rows of combined: give it "
+                f"{rows + 1}"
             )
         most = Sizes(
             len(self.wide),
-            *(max(len(items) - WINDOW, 0) for items in (self.short, self.narrow)),
-            *(len(runs) for runs in (self.short_runs, self.narrow_runs)),
+            max(short - WINDOW, 0),
+            max(narrow - WINDOW, 0),
+            len(self.short_runs),
+            len(self.narrow_runs),
             min(self.num_partials, MAX_INT32),
-            len(self.combined),
+            rows,
             MAX_INT32,
         )
-        arrays = [getattr(self, name) for name, _ in _Room._fields_[:7]]
-        native = _Room(*(array.ctypes.data if len(array) else None for array in arrays), *most)
-        object.__setattr__(self, "_most", most)
+        tables = self.wide, self.short, self.narrow, self.short_runs, self.narrow_runs
+        addresses = [table.ctypes.data if len(table) else None for table in tables]
+        native = _Room(*addresses, self.partial_indptr.ctypes.data, self.combined.ctypes.data, *most)
+        object.__setattr__(self, "most", most)
         object.__setattr__(self, "_native", native)
 
     @property
     def address(self) -> int:
         """Of what C reads."""
         return ctypes.addressof(self._native)
-
-    def check(self, needed: Sizes) -> None:
-        """Refuse what does not fit.
-
-        Raises:
-            CapacityError: something does not.
-        """
-        pairs = zip(Sizes._fields, zip(needed, self._most, strict=True), strict=True)
-        lacking = {name: pair for name, pair in pairs if pair[0] > pair[1]}
-        if lacking:
-            remedy = "Plan with the capacity that the room was made for, or reserve more"
-            raise capacity_error("the lowered part", lacking, remedy)
 
 
 @functools.cache
@@ -203,5 +211,5 @@ def lower_natively(
         raise MemoryError
     found = Sizes(*sizes)
     if status:
-        room.check(found)
+        found.check(room.most)
     return found
