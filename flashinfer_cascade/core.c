@@ -823,7 +823,7 @@ i64 fic_steady(const model *m, const state *st, const i64 *slots, i64 n, const i
 }
 
 /* lower.Tiling, and what of the configuration counts; native_lower.Tiles. */
-enum { MAX_BLOCKS = 4, FIELDS = 8, WINDOW = 32 }; /* native_lower.MAX_BLOCKS, FIELDS, WINDOW */
+enum { MAX_BLOCKS = 4, FIELDS = 8, WINDOW = 32 }; /* as in native_lower.py */
 typedef struct {
     i64 num_sms, group_size, num_kv_heads, wide_rows, wide_tokens, wide_blocks, min_cut, short_rows, short_tokens;
     i64 narrow_rows, short_tile_tokens, narrow_tile_tokens, min_run_tiles, max_finished;
@@ -999,7 +999,7 @@ static void cut_wide(const tiles *t, const segments *g, const i64 *seg, i64 n, i
     }
 }
 
-/* lower._stream_items and _stream_runs. */
+/* items.stream_items and stream_runs. */
 static void write_stream(const segments *g, const i64 *seg, i64 n, const stream *s, const i64 *above,
                          const i64 *number, const int32_t *partial_indptr, i64 tile_tokens, i64 runs, int32_t *items,
                          int32_t *record) {
@@ -1018,7 +1018,7 @@ static void write_stream(const segments *g, const i64 *seg, i64 n, const stream 
     }
 }
 
-/* lower._wide_items, and zeros behind them. scratch: 6 * n. */
+/* items.wide_items, and zeros behind them. scratch: 6 * n. */
 static void write_wide(const segments *g, const i64 *seg, i64 n, i64 per_tile, const i64 *chunk, const i64 *above,
                        const i64 *number, i64 *scratch, int32_t *item, i64 most) {
     i64 *length = scratch, *order = scratch + 2 * n, *spare = scratch + 4 * n, num = 0;

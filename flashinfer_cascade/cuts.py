@@ -1,7 +1,7 @@
 """Where the KV of segments is cut, so that the blocks of a kernel end at about the same time.
 
-Two kernels, two ways. A *stream* is a line of tiles of KV, which is dealt out to a fixed number of runs. *Wide* segments
-become items, each a tile of rows over one piece of KV, of which a fixed number run at once, the longest first.
+A *stream* is a line of tiles of KV, which is dealt out to a fixed number of runs. *Wide* segments become items, each a
+tile of rows over one piece of KV, of which a fixed number run at once, the longest first.
 
 Times are predicted in tokens: what a block takes for one of KV. All of it is in integers, with which the native core
 comes to the same.
@@ -160,7 +160,8 @@ def cut_wide(
             break
         before = share
         cuts = np.maximum((2 * kv_len * over + share) // (2 * share), 1)
-        chunk = -(-(-(-kv_len // cuts)) // step) * step
+        even = -(-kv_len // cuts)
+        chunk = -(-even // step) * step
         pieces = -(-kv_len // chunk)
         run_at_once = int(tiles @ pieces) <= num_slots
         if run_at_once and not least:

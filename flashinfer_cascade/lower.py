@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig
-from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
-from flashinfer_cascade.cuts import Stream, cut_stream, cut_wide
+from flashinfer_cascade.csr import Int32Array, Int64Array, indptr
+from flashinfer_cascade.cuts import cut_stream, cut_wide
+from flashinfer_cascade.items import pieces_above, stream_items, stream_runs, wide_items
 from flashinfer_cascade.native import load_core
 from flashinfer_cascade.native_lower import (
     FIELDS,
@@ -191,7 +192,10 @@ def lower_into(
     """`lower` into arrays of the caller's, such as a captured graph's staging area.
 
     Args:
-        plan, part, tiling, page_begin: as for `lower`.
+        plan: what to run.
+        part: which part of it.
+        tiling: the kernels'.
+        page_begin: as for `lower`.
         room: where to; KV is left uncut rather than exceed its partial results.
         native: use the native core where there is one.
 
@@ -237,7 +241,7 @@ def _lower(
     wide = (has_kv & ~is_narrow & ~is_short).nonzero()[0]
     short = (has_kv & is_short).nonzero()[0]
     narrow = (has_kv & is_narrow).nonzero()[0]
-    per_tile = tiling.wide_rows // config.group_size
+    per_tile, tile_lens = tiling.wide_rows // config.group_size, (tiling.short_tile_tokens, tiling.narrow_tile_tokens)
     tiles = -(-num_rows[wide] // per_tile)
 
     for may_cut in (True, False):
@@ -255,34 +259,32 @@ def _lower(
                 tiling.min_run_tiles,
                 may_cut,
             )
-            for segs, tile_tokens, blocks in (
-                (short, tiling.short_tile_tokens, tiling.short_blocks),
-                (narrow, tiling.narrow_tile_tokens, tiling.narrow_blocks),
+            for segs, tile_tokens, blocks in zip(
+                (short, narrow), tile_lens, (tiling.short_blocks, tiling.narrow_blocks), strict=True
             )
         ]
         pieces = np.zeros(len(kv_len), np.int64)
         pieces[wide] = -(-kv_len[wide] // chunk)
         pieces[short], pieces[narrow] = streams[0].pieces, streams[1].pieces
-        above, counts = _slots(level, row_begin, num_rows, pieces, rows)
+        above, counts = pieces_above(level, row_begin, num_rows, pieces, rows)
         combined = np.where(counts == 1, -1, counts)
-        # 1 if its rows have no other piece, more if it finishes its row.
         number = (counts[row_begin] == 1).astype(np.int64)
-        if tiling.max_finished:
-            finishes = (above > 0) & (above <= tiling.max_finished) & (counts[row_begin] - above == 1)
-            finishes &= is_narrow & (pieces == 1) & (num_rows == 1)
-            is_shared = is_narrow & (num_rows > 1)  # or there is nothing below
-            if finishes.any() and is_shared.any():
-                finishes &= _slots(level, row_begin, num_rows, np.where(is_shared, pieces, 0), rows)[0] == 0
-            number[finishes] = above[finishes] + 1
-            counts[row_begin[finishes]] -= 1
-            combined[row_begin[finishes]] = -1
+        finishes = (above > 0) & (above <= tiling.max_finished) & (counts[row_begin] - above == 1)
+        finishes &= is_narrow & (pieces == 1) & (num_rows == 1)
+        several = is_narrow & (num_rows > 1)  # those of one row have nothing below
+        if finishes.any() and several.any():
+            finishes &= pieces_above(level, row_begin, num_rows, np.where(several, pieces, 0), rows)[0] == 0
+        number[finishes] = above[finishes] + 1
+        counts[row_begin[finishes]] -= 1
+        combined[row_begin[finishes]] = -1
         num_partials = int(counts.sum())
         if num_partials <= most.num_partials:
             break
 
     num_wide = int(tiles @ pieces[wide])
-    used = [len(stream.run_item) if len(stream.order) else 0 for stream in streams]
-    sizes = Sizes(num_wide, len(short), len(narrow), *used, num_partials, rows, int(page_begin.max(initial=0)))
+    short_used, narrow_used = [len(stream.run_item) if len(stream.order) else 0 for stream in streams]
+    last_page = int(page_begin.max(initial=0))
+    sizes = Sizes(num_wide, len(short), len(narrow), short_used, narrow_used, num_partials, rows, last_page)
     sizes.check(most)
     partial_indptr = indptr(counts)
     # All of a shared segment is before any new token; of an own one, the first row sees the least.
@@ -290,94 +292,17 @@ def _lower(
     table = np.empty((len(kv_len), FIELDS), np.int32)
     table[:, 0], table[:, 1], table[:, 2], table[:, 3] = row_begin, num_rows, page_begin, kv_len
     table[:, 4], table[:, 5], table[:, 6], table[:, 7] = partial_indptr[row_begin], number, above, kv_start
-    streamed = [_stream_items(table[segs], stream) for segs, stream in zip((short, narrow), streams, strict=True)]
-    runs = [
-        _stream_runs(items, stream, tile_tokens)
-        for items, stream, tile_tokens in zip(
-            streamed, streams, (tiling.short_tile_tokens, tiling.narrow_tile_tokens), strict=True
-        )
+    (short_items, short_runs), (narrow_items, narrow_runs) = [
+        (items := stream_items(table[segs], stream), stream_runs(items, stream, tile_tokens))
+        for segs, stream, tile_tokens in zip((short, narrow), streams, tile_lens, strict=True)
     ]
     lowered = Lowered(
-        wide=_wide_items(table[wide], tiles, chunk, seen[wide], per_tile),
-        short=streamed[0],
-        short_runs=runs[0],
-        narrow=streamed[1],
-        narrow_runs=runs[1],
-        partial_indptr=partial_indptr.astype(np.int32),
-        combined=combined.astype(np.int32),
+        wide_items(table[wide], tiles, chunk, seen[wide], per_tile),
+        short_items,
+        short_runs,
+        narrow_items,
+        narrow_runs,
+        partial_indptr.astype(np.int32),
+        combined.astype(np.int32),
     )
     return lowered, sizes
-
-
-def _slots(
-    level: Int32Array, row_begin: Int64Array, num_rows: Int64Array, pieces: Int64Array, rows: int
-) -> tuple[Int64Array, Int64Array]:
-    """Pieces above each segment, the same for all of its rows, and pieces of each row."""
-    above = np.empty(len(pieces), np.int64)
-    counts = np.zeros(rows, np.int64)
-    row_end = row_begin + num_rows
-    bounds = np.searchsorted(level, np.arange(int(level[-1]) + 2)) if len(level) else np.zeros(1, np.int64)
-    for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        begin, here = row_begin[low:high], pieces[low:high]
-        above[low:high] = counts[begin]
-        # Segments of a level follow each other, with gaps.
-        steps = np.zeros(rows + 1, np.int64)
-        steps[begin] = here
-        steps[row_end[low:high]] -= here
-        counts += steps[:-1].cumsum()
-    return above, counts
-
-
-def _wide_items(
-    table: Int32Array, tiles: Int64Array, chunk: Int64Array, seen: Int64Array, per_tile: int
-) -> Int32Array:
-    """Items of wide segments: piece by piece, tile by tile, the longest first.
-
-    Args:
-        table: int32[num_segments, FIELDS], of each segment what an item of a stream has, but for its slot: the pieces
-            above.
-        tiles: int64[num_segments], tiles of rows.
-        chunk: int64[num_segments], tokens of a piece.
-        seen: int64[num_segments], tokens that all rows see.
-        per_tile: rows of a tile.
-    """
-    if not len(table):
-        return np.zeros((0, FIELDS), np.int32)
-    kv_len = table[:, 3]
-    last = (kv_len - 1) // chunk  # piece
-    # All but the last piece of a segment are equally long.
-    groups = np.stack((np.minimum(chunk, kv_len), kv_len - last * chunk), axis=1).reshape(-1)
-    counts = np.stack((tiles * last, tiles), axis=1).reshape(-1)
-    order = np.argsort(-groups, kind="stable")
-    group = order.repeat(counts[order])
-    seg, is_last = np.divmod(group, 2)
-    piece, tile = np.divmod(ranges(np.zeros(len(order), np.int64), counts[order]), tiles[seg])
-    piece += is_last * last[seg]
-    of = table[seg]
-    begin = piece * chunk[seg]
-    end = np.minimum(begin + chunk[seg], of[:, 3])
-    items = np.empty((len(seg), FIELDS), np.int32)
-    items[:, 0] = of[:, 0] + tile * per_tile
-    items[:, 1] = np.minimum(of[:, 1] - tile * per_tile, per_tile)
-    items[:, 2] = of[:, 2]
-    items[:, 3], items[:, 4] = begin, end
-    items[:, 5] = np.clip(seen[seg], begin, end)
-    items[:, 6] = np.where(of[:, 5] == 1, -1, of[:, 6] + piece)
-    items[:, 7] = of[:, 7]
-    return items
-
-
-def _stream_items(table: Int32Array, stream: Stream) -> Int32Array:
-    """Items in the order of the stream."""
-    items = np.zeros((len(table) + WINDOW, FIELDS), np.int32)
-    items[:-WINDOW] = table[stream.order]
-    items[:-WINDOW, 6] -= stream.first_run[stream.order].astype(np.int32)
-    return items
-
-
-def _stream_runs(items: Int32Array, stream: Stream, tile_tokens: int) -> Int32Array:
-    runs = np.zeros((len(stream.run_item), FIELDS), np.int32)
-    runs[:, :3] = items[stream.run_item, :3]
-    runs[:, 3], runs[:, 4] = stream.run_item, stream.run_tiles
-    runs[:, 5] = stream.run_begin * tile_tokens
-    return runs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from flashinfer_cascade.errors import CapacityError
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 
 FIELDS, WINDOW = 8, 32
-"""Numbers of an item, and zeros behind a stream's items: see `lower`."""
+"""Numbers of an item, and items that a stream's kernel reads at once: as many zeros end its list."""
 
 MAX_BLOCKS = 4
 _I64, _P = ctypes.c_int64, ctypes.c_void_p
@@ -161,22 +160,30 @@ def make_tiles(config: CascadeConfig, tiling: Any) -> Tiles:
 def allocate(tiles: Tiles, plan: CascadePlan, part: PlanPart, num_partials: int) -> LoweredRoom:
     """Room in which a part fits, but perhaps for its partial results."""
     n, rows = part.seg_end - part.seg_begin, part.row_end - part.row_begin
-    # `cuts.cut_wide` adds at most an item for each slot.
-    most_wide = max(tiles.num_sms * tiles.wide_blocks // tiles.num_kv_heads, 1) + n
-    most_wide += int(plan.seg_num_rows[part.seg_begin : part.seg_end].sum()) // (tiles.wide_rows // tiles.group_size)
-    runs = [
-        max(tiles.num_sms * blocks[number - 1] // tiles.num_kv_heads, 1)
-        for blocks, number in (
-            (tiles.short_blocks, tiles.num_short_blocks),
-            (tiles.narrow_blocks, tiles.num_narrow_blocks),
+    slots, *runs = [
+        max(tiles.num_sms * blocks // tiles.num_kv_heads, 1)
+        for blocks in (
+            tiles.wide_blocks,
+            tiles.short_blocks[tiles.num_short_blocks - 1],
+            tiles.narrow_blocks[tiles.num_narrow_blocks - 1],
         )
     ]
-    tables = accumulate((most_wide, n + WINDOW, runs[0], n + WINDOW, runs[1]), initial=0)
-    begins = [begin * FIELDS for begin in tables]
-    memory = np.empty(begins[-1] + 2 * rows + 1, np.int32)
-    ends = [*begins[1:], begins[-1] + rows + 1, len(memory)]
-    arrays = [memory[begin:end] for begin, end in zip([*begins, ends[5]], ends, strict=True)]
-    return LoweredRoom(*(array.reshape(-1, FIELDS) for array in arrays[:5]), *arrays[5:], num_partials)
+    per_tile = tiles.wide_rows // tiles.group_size
+    row_tiles = n + int(np.add.reduce(plan.seg_num_rows[part.seg_begin : part.seg_end])) // per_tile
+    wide = row_tiles + slots  # at most one more item for each of them: `cuts.cut_wide`
+    short, short_runs = wide + n + WINDOW, wide + n + WINDOW + runs[0]
+    narrow, narrow_runs = short_runs + n + WINDOW, short_runs + n + WINDOW + runs[1]
+    tables, by_row = np.empty((narrow_runs, FIELDS), np.int32), np.empty(2 * rows + 1, np.int32)
+    return LoweredRoom(
+        tables[:wide],
+        tables[wide:short],
+        tables[short:short_runs],
+        tables[short_runs:narrow],
+        tables[narrow:],
+        by_row[: rows + 1],
+        by_row[rows + 1 :],
+        num_partials,
+    )
 
 
 def lower_natively(
