@@ -234,13 +234,8 @@ def _lower(
     row_begin = plan.seg_row_begin[where].astype(np.int64) - part.row_begin
     num_rows = plan.seg_num_rows[where].astype(np.int64)
     kv_start, kv_len = plan.seg_kv_start[where].astype(np.int64), plan.seg_kv_len[where].astype(np.int64)
-    packed = num_rows * config.group_size
-    has_kv = kv_len > 0
-    is_narrow = packed <= tiling.narrow_rows
-    is_short = ~is_narrow & (packed <= tiling.short_rows) & (kv_len <= tiling.short_tokens)
-    wide = (has_kv & ~is_narrow & ~is_short).nonzero()[0]
-    short = (has_kv & is_short).nonzero()[0]
-    narrow = (has_kv & is_narrow).nonzero()[0]
+    is_narrow, is_short, is_wide = _classes(tiling, num_rows * config.group_size, kv_len)
+    wide, short, narrow = (kind.nonzero()[0] for kind in (is_wide, is_short, is_narrow))
     per_tile, tile_lens = tiling.wide_rows // config.group_size, (tiling.short_tile_tokens, tiling.narrow_tile_tokens)
     tiles = -(-num_rows[wide] // per_tile)
 
@@ -306,3 +301,14 @@ def _lower(
         combined.astype(np.int32),
     )
     return lowered, sizes
+
+
+def _classes(
+    tiling: Tiling, packed_rows: Int64Array, kv_len: Int64Array
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Narrow, short and wide segments; none of them has no KV."""
+    has_kv = kv_len > 0
+    is_narrow = has_kv & (packed_rows <= tiling.narrow_rows)
+    others = has_kv & ~is_narrow
+    is_short = others & (packed_rows <= tiling.short_rows) & (kv_len <= tiling.short_tokens)
+    return is_narrow, is_short, others & ~is_short
