@@ -4,7 +4,8 @@
     python scripts/bench_planner.py [--repeats 200] [--lists] [--json PATH]
 
 Times are of one thread. "validate" and "forest" are the public steps timed on their own; "total" is a whole
-`CascadePlanner.plan`, and "choose" is what remains of it: the choice and the plan's arrays.
+`CascadePlanner.plan`, and "choose" is what remains of it: the choice and the plan's arrays. "lower" is what the segments
+executor does with the plan on top: its tables for a GPU of 132 SMs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from flashinfer_cascade.batch import make_batch
 from flashinfer_cascade.bench import traces
 from flashinfer_cascade.bench.workloads import Workload, grid, workload
 from flashinfer_cascade.forest import build_forest
+from flashinfer_cascade.lower import Tiling, lower
 
 # Microseconds that a published C++ planner (PAT's) states for batches of these sizes, on its own machine:
 # 256 requests in 2 to 4 levels, 1024 in 2, 1024 in 6 to 7.
@@ -37,7 +39,7 @@ PUBLISHED = {"P2": (86, 108), "P3": (330, 330), "P12": (560, 660), "P14": (560, 
 WARM_UP = 5
 WORDS = ("workload", "order", "executor")
 NUMBERS = ("requests", "pages", "nodes")
-TIMES = ("validate", "forest", "choose", "total", "p90")
+TIMES = ("validate", "forest", "choose", "total", "p90", "lower")
 
 
 def batches() -> Iterator[Workload]:
@@ -69,10 +71,13 @@ def measure(batch: Workload, order: str, repeats: int, lists: bool) -> dict[str,
     tables = batch.block_tables
     given = [row[row >= 0].tolist() for row in tables] if lists else tables
     valid = make_batch(config, given, batch.seq_lens)
-    part = planner.plan(given, batch.seq_lens).parts[0]
+    plan = planner.plan(given, batch.seq_lens)
+    part = plan.parts[0]
     validate, _ = time_us(lambda: make_batch(config, given, batch.seq_lens), repeats)
     forest, _ = time_us(lambda: build_forest(valid), repeats)
     total, p90 = time_us(lambda: planner.plan(given, batch.seq_lens), repeats)
+    tiling = Tiling.of(config, 132, is_native=True)
+    lowered, _ = time_us(lambda: lower(plan, part, tiling), repeats)
     published = PUBLISHED.get(batch.name)
     return {
         "workload": batch.name,
@@ -86,6 +91,7 @@ def measure(batch: Workload, order: str, repeats: int, lists: bool) -> dict[str,
         "choose_us": round(max(total - validate - forest, 0.0), 1),
         "total_us": total,
         "p90_us": p90,
+        "lower_us": lowered,
         "published_us": published,
         "ratio": published and round(total / (sum(published) / 2), 2),
     }

@@ -217,4 +217,5 @@ class CapturedSegments:
 
     def run(self, call: LayerCall) -> None:
         """See `graph_state.GraphExecutor.run`."""
-        self._kernels.run(call, self._arrays, self._partials, num_rows=self.bucket.num_rows, combines=True)
+        with torch.cuda.device(self._buffers.device):  # kernels go to the current one
+            self._kernels.run(call, self._arrays, self._partials, num_rows=self.bucket.num_rows, combines=True)

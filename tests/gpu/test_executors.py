@@ -138,6 +138,9 @@ def test_many_query_heads(num_qo_heads, qo_len, device, make_problem, with_backe
         assert plan.num_levels == (3 if executor == "levels" else 1)
         for backend in kernels:
             check(runtime, with_backends(plan, backend), problem)
+    plan = planned(config, batch, "segments", fold=False)
+    assert plan.num_levels == 3
+    check(runtime, plan, problem)
 
 
 @pytest.mark.parametrize(("num_qo_heads", "head_dim"), [(128, 128), (96, 128), (40, 256)])
@@ -177,9 +180,12 @@ def test_rows_that_see_nothing(qo_lens, device, make_problem, with_backends, ker
     problem = make_problem(config, batch)
     runtime = CascadeRuntime(config, device)
     plan = planned(config, batch, "levels")
+    plans = {backend: with_backends(plan, backend) for backend in kernels}
+    plans["segments"] = planned(config, batch, "segments")
+    assert {part.executor for part in plans["segments"].parts} == {"segments"}
     some = torch.tensor([0.0, 1.0, -1.0, 5.0, 2.0, 9.0, -9.0, 0.5], device=device)
-    for backend in kernels:
-        runtime.load(with_backends(plan, backend))
+    for backend, forced in plans.items():
+        runtime.load(forced)
         for sinks, lse_of_a_row in (None, torch.full_like(some, -math.inf)), (some, some * math.log2(math.e)):
             out, _ = poisoned(problem.q, 0)
             _, lse = runtime.run(problem.q, problem.kv_cache, out=out, return_lse=True, sinks=sinks)
@@ -202,7 +208,7 @@ def test_slots_behind_a_request_may_hold_anything(page_size, backend, device, ma
     assert unread.any()
     problem.kv_cache.transpose(1, 2)[unread.to(device)] = math.nan
     runtime = CascadeRuntime(config, device)
-    for executor in "flat", "levels":
+    for executor in "flat", "levels", "segments":
         check(runtime, with_backends(planned(config, batch, executor, fold=False), backend), problem)
 
 
@@ -255,6 +261,8 @@ def test_large(name, device, make_problem, with_backends, tree_batch, kernels):
             if set(backends) <= set(kernels):
                 print(executor, backends)
                 check(runtime, with_backends(plan, *backends), problem)
+    print("segments")
+    check(runtime, planned(config, batch, "segments", fold=False), problem)
 
 
 def test_prefixes_nested_twenty_deep(device, make_problem, with_backends):
@@ -262,9 +270,11 @@ def test_prefixes_nested_twenty_deep(device, make_problem, with_backends):
     depth = 20
     config = bf16(page_size=1)
     batch = RandomBatch([[*range(r + 1), 30 + r] for r in range(depth)], [r + 2 for r in range(depth)], [1] * depth)
-    plan = planned(config, batch, "levels", fold=False)
-    assert plan.num_levels >= depth - 1
-    check(CascadeRuntime(config, device), with_backends(plan, "fa2"), make_problem(config, batch))
+    runtime, problem = CascadeRuntime(config, device), make_problem(config, batch)
+    for executor in "levels", "segments":
+        plan = planned(config, batch, executor, fold=False)
+        assert plan.num_levels >= depth - 1
+        check(runtime, with_backends(plan, "fa2"), problem)
 
 
 @pytest.mark.parametrize("spec", ["4_100", "1,4_64,100", "1,2,6_64,32,100", "1,2,4,8_64,32,48,100"])

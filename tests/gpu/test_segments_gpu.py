@@ -120,11 +120,13 @@ def test_graphs(name, device, make_problem):
         assert torch.equal(out[: plan.num_rows], expected)
 
 
-@pytest.mark.parametrize("qo_len", [1, 3])
-def test_one_long_request(qo_len, device, make_problem):
+@pytest.mark.parametrize(("page_size", "qo_len"), [(16, 1), (16, 3), (1, 1), (24, 1)])
+def test_one_long_request(page_size, qo_len, device, make_problem):
     """KV cut into pieces over the whole GPU; bits do not depend on what is in the way."""
-    config = CascadeConfig(**(BASE | {"num_qo_heads": 16, "num_kv_heads": 4}))
-    pages = np.random.default_rng(0).permutation(8192).tolist()
+    config = CascadeConfig(
+        **(BASE | {"num_qo_heads": 16, "num_kv_heads": 4, "page_size": page_size}), max_kv_pages=2**17
+    )
+    pages = np.random.default_rng(0).permutation(-(-131_072 // page_size)).tolist()
     batch = RandomBatch([pages], [131_072 - 7], [qo_len])
     problem = make_problem(config, batch, form="fast")
     runtime = CascadeRuntime(config, device)

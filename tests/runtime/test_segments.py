@@ -81,13 +81,13 @@ def run(config, plan, q, kv_cache, *, loops=False, **options):
 
 
 def rooted(batch, config):
-    """Let the last few requests share a short segment more, and the others a wide one."""
+    """Let the last few requests share a short segment more, most others a wide one, and some none."""
     page_size, used = config.page_size, batch.num_pages
     long = list(range(used, used + -(-160 // page_size)))
     short = list(range(used + len(long), used + len(long) + max(48 // page_size, 1)))
     tables, seq_lens, rows = list(batch.block_tables), list(batch.seq_lens), 0
     for request in reversed(range(len(tables))):
-        if not seq_lens[request]:
+        if not seq_lens[request] or request % 5 == 0:
             continue
         rows += batch.qo_lens[request]
         prefix = short if rows * config.group_size <= TILING.short_rows else long
@@ -142,7 +142,7 @@ def check_request_that_is_nan():
     batch = RandomBatch(tables, [32 + 17 + request % 8 for request in range(24)], [1] * 24)
     plan = CascadePlanner(config, PlannerPolicy(executor="segments", fold=False)).plan(*batch)
     q, kv_cache = make_q(config, 24), make_kv_cache(config, 60)
-    spoilt = [3, 4, 17]
+    spoilt = [9, 12, 17]  # the first two of these are followed by others in their runs
     oracle, _ = dense_attention(config, q, kv_cache, *batch)
     for request in spoilt:
         kv_cache[tables[request][2]] = math.nan

@@ -181,8 +181,8 @@ def _block(
     full_end = begin + (tl.load(item + 5) - begin) // tile_tokens * tile_tokens
     slot = tl.load(item + 6)
     kv_start = tl.load(item + 7)
-    k_head = k_cache + head * head_stride
-    v_head = v_cache + head * head_stride
+    k_head = k_cache + head.to(tl.int64) * head_stride
+    v_head = v_cache + head.to(tl.int64) * head_stride
     packed = tl.arange(0, tile_rows)
     heads = head * group + packed % group
     tokens = tl.arange(0, tile_tokens)
@@ -205,7 +205,7 @@ def _block(
     for at_token in tl.range(begin, full_end, tile_tokens, num_stages=stages):
         # Where tiles begin as pages do, this is the same for all of them.
         in_page = tokens % page_size if tile_tokens % page_size == 0 else (at_token + tokens) % page_size
-        where = (page.to(tl.int64) * page_stride + in_page * token_stride)[:, None] + dims[None, :]
+        where = (page.to(tl.int64) * page_stride + in_page.to(tl.int64) * token_stride)[:, None] + dims[None, :]
         k = tl.load(k_head + where)
         v = tl.load(v_head + where)
         acc, highest, total = _attend(queries, k, v, acc, highest, total, scale, soft_cap, None, False, causal, capped)
@@ -214,7 +214,7 @@ def _block(
         token = at_token + tokens
         inside = token < end
         page = tl.load(first_page + token // page_size, mask=inside, other=0)
-        offset = page.to(tl.int64) * page_stride + token % page_size * token_stride
+        offset = page.to(tl.int64) * page_stride + (token % page_size).to(tl.int64) * token_stride
         where = offset[:, None] + dims[None, :]
         k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
@@ -443,8 +443,8 @@ def _stream_kernel(  # noqa: PLR0915  # one loop, whose state no helper could ke
     if num_tiles > 0:
         token = tl.load(run + 5)
         item = items + tl.load(run + 3) * FIELDS
-        k_head = k_cache + head * head_stride
-        v_head = v_cache + head * head_stride
+        k_head = k_cache + head.to(tl.int64) * head_stride
+        v_head = v_cache + head.to(tl.int64) * head_stride
         packed = tl.arange(0, tile_rows)
         heads = head * group + packed % group
         tokens = tl.arange(0, tile_tokens)
@@ -469,7 +469,7 @@ def _stream_kernel(  # noqa: PLR0915  # one loop, whose state no helper could ke
             at = (q_row.to(tl.int64) * q_row_stride + heads * q_head_stride)[:, None] + dims[None, :]
             queries = tl.load(q + at, mask=real[:, None], other=0.0)
             inside = token + tokens < num_tokens
-            offset = page.to(tl.int64) * page_stride + (token + tokens) % page_size * token_stride
+            offset = page.to(tl.int64) * page_stride + ((token + tokens) % page_size).to(tl.int64) * token_stride
             where = offset[:, None] + dims[None, :]
             k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
             v = tl.load(v_head + where, mask=inside[:, None], other=0.0)

@@ -209,25 +209,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         }
         const u32 stage = ring + num_copied % STAGES * STAGE_BYTES;
         const int info = __shfl_sync(ALL, tile_info, num_copied % 32), valid = info & 255;
-        const int lane_row = lane / ROW_LANES, at_lane = lane_row * TOKEN_STRIDE + lane % ROW_LANES * 8;
+        const int lane_row = lane / ROW_LANES;
+        const i64 at_lane = (i64)lane_row * TOKEN_STRIDE + lane % ROW_LANES * 8;
         num_copied++;
         if (TILE_IN_PAGE) {
           const int page = __shfl_sync(ALL, tile_page, (num_copied - 1) % 32);
           const int token = __shfl_sync(ALL, tile_token, (num_copied - 1) % 32);
-          const i64 at = (i64)page * PAGE_STRIDE + (token * TOKEN_STRIDE + at_lane);
+          const i64 at = (i64)page * PAGE_STRIDE + (i64)token * TOKEN_STRIDE + at_lane;
           const u16 *k = k_head + at, *v = v_head + at;
           if (valid == TILE) {
 #pragma unroll
-            for (int row = 0; row < TILE; row += ROWS_AT_ONCE) copy_async(stage + row_in_shared(row, lane), k + row * TOKEN_STRIDE);
+            for (int row = 0; row < TILE; row += ROWS_AT_ONCE) copy_async(stage + row_in_shared(row, lane), k + (i64)row * TOKEN_STRIDE);
 #pragma unroll
             for (int row = 0; row < TILE; row += ROWS_AT_ONCE)
-              copy_async(stage + TILE_BYTES + row_in_shared(row, lane), v + row * TOKEN_STRIDE);
+              copy_async(stage + TILE_BYTES + row_in_shared(row, lane), v + (i64)row * TOKEN_STRIDE);
           } else {
 #pragma unroll
             for (int row = 0; row < TILE; row += ROWS_AT_ONCE) {
               const bool is_real = row + lane_row < valid;
-              copy_or_clear(stage + row_in_shared(row, lane), k + row * TOKEN_STRIDE, is_real);
-              copy_or_clear(stage + TILE_BYTES + row_in_shared(row, lane), v + row * TOKEN_STRIDE, is_real);
+              copy_or_clear(stage + row_in_shared(row, lane), k + (i64)row * TOKEN_STRIDE, is_real);
+              copy_or_clear(stage + TILE_BYTES + row_in_shared(row, lane), v + (i64)row * TOKEN_STRIDE, is_real);
             }
           }
         } else {
