@@ -4,8 +4,8 @@
     python scripts/bench_planner.py [--repeats 200] [--lists] [--json PATH]
 
 Times are of one thread. "validate" and "forest" are the public steps timed on their own; "total" is a whole
-`CascadePlanner.plan`, and "choose" is what remains of it: the choice and the plan's arrays. "lower" is what the segments
-executor does with the plan on top: its tables for a GPU of 132 SMs.
+`CascadePlanner.plan`, and "choose" is what remains of it: the choice and the plan's arrays. "lower" is what the
+segments executor does with the plan on top: its tables for a GPU of 132 SMs.
 """
 
 from __future__ import annotations
