@@ -13,8 +13,8 @@ from flashinfer_cascade.capacity import PlanCapacity, capacity_error
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig
 from flashinfer_cascade.csr import Int32Array, indptr
 from flashinfer_cascade.errors import CapacityError
-from flashinfer_cascade.lower import Tiling, lower
-from flashinfer_cascade.native_lower import FIELDS, WINDOW
+from flashinfer_cascade.lower import Tiling, lower_into
+from flashinfer_cascade.native_lower import FIELDS, WINDOW, LoweredRoom
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.buffers import ALIGNMENT
 from flashinfer_cascade.runtime.call import LayerCall
@@ -118,6 +118,7 @@ class CapturedSegments:
         )
         self._layout = layout = SegmentLayout.of(config, bucket, shape, tiling, buffers.num_pages)
         self._host = [pinned.numpy() for pinned in buffers.pinned]
+        self._rooms = [self._room_in(memory) for memory in self._host]
         memory = buffers.on_device
 
         def table(where: slice) -> torch.Tensor:
@@ -135,6 +136,23 @@ class CapturedSegments:
             pages=memory,
             row_map=memory[layout.row_map],
             row_pos=memory[layout.row_pos] if bucket.kind == "append" else None,
+        )
+
+    def _room_in(self, memory: Int32Array) -> LoweredRoom:
+        layout = self._layout
+
+        def table(where: slice) -> Int32Array:
+            return memory[where].reshape(-1, FIELDS)
+
+        return LoweredRoom(
+            table(layout.wide),
+            table(layout.short),
+            table(layout.short_runs),
+            table(layout.narrow),
+            table(layout.narrow_runs),
+            memory[layout.partial_indptr],
+            memory[layout.combined],
+            self._room.num_partials,
         )
 
     def lay(self, plan: CascadePlan, levels: list[Level], needs: Needs) -> Laid | None:
@@ -177,7 +195,7 @@ class CapturedSegments:
                     plan = as_one_part(plan)
                     runs = [(plan.seg_page_begin, plan.seg_num_pages)]
                     staged = buffers.stage_pages(memory, buffers.num_pages, layout.end, plan.pages, runs)
-                    self._write(memory, plan, staged.offsets[0])
+                    self._write(turn, plan, staged.offsets[0])
                 buffers.copy_staged(turn, staged, layout.end)
             finally:
                 buffers.end(turn)
@@ -190,30 +208,16 @@ class CapturedSegments:
         for where in (layout.partial_indptr, layout.combined, layout.num_wide, layout.short_runs, layout.narrow_runs):
             memory[where] = 0
 
-    def _write(self, memory: Int32Array, plan: CascadePlan, offset: int) -> None:
-        layout, rows = self._layout, plan.num_rows
+    def _write(self, turn: int, plan: CascadePlan, offset: int) -> None:
+        layout, rows, memory = self._layout, plan.num_rows, self._host[turn]
         page_begin = indptr(plan.seg_num_pages)[:-1] + offset
-        lowered = lower(plan, plan.parts[0], self._tiling, page_begin, self._room.num_partials)
+        sizes = lower_into(plan, plan.parts[0], self._tiling, page_begin, self._rooms[turn])
+        memory[layout.num_wide] = sizes.num_wide
         row_map = memory[layout.row_map]
         row_map[:] = np.arange(self.bucket.num_rows)
         if plan.row_order is not None:
             row_map[:rows] = plan.row_order
         memory[layout.row_pos][:rows] = plan.row_pos
-        partial_indptr, combined = memory[layout.partial_indptr], memory[layout.combined]
-        partial_indptr[: rows + 1] = lowered.partial_indptr
-        partial_indptr[rows + 1 :] = lowered.partial_indptr[-1]
-        combined[:rows] = lowered.combined
-        combined[rows:] = 0
-        memory[layout.num_wide] = len(lowered.wide)
-        for where, table in (
-            (layout.wide, lowered.wide),
-            (layout.short, lowered.short),
-            (layout.short_runs, lowered.short_runs),
-            (layout.narrow, lowered.narrow),
-            (layout.narrow_runs, lowered.narrow_runs),
-        ):
-            into = memory[where]
-            into[: table.size] = table.reshape(-1)[: len(into)]
 
     def run(self, call: LayerCall) -> None:
         """See `graph_state.GraphExecutor.run`."""
