@@ -136,7 +136,8 @@ class Chooser:
         if rated.status != Status.FOUND:
             return "flat", NO_CASCADE[rated.status] if is_shared else NOTHING_SHARED, {"flat": flat_us}
         executor: Executor = "segments" if rated.backends[0] == "segments" else "levels"
-        note = f"; {rated.merged} shared segments merged to fit the limits" if rated.merged else ""
+        segments = "segment" if rated.merged == 1 else "segments"
+        note = f"; {rated.merged} shared {segments} merged to fit the limits" if rated.merged else ""
         if not is_shared:
             note = f"; {NOTHING_SHARED}"
         if policy.executor != "auto":

@@ -192,7 +192,7 @@ def test_a_tight_capacity_merges_the_least_useful_node_and_says_so():
     assert planner.plan(tables, seq_lens).num_segments == 8 + 3
     plan = planner.plan(tables, seq_lens, capacity=PlanCapacity(num_segments=10))
     assert plan.parts[0].kept.tolist() == [True, True, False]
-    assert "; 1 shared segments merged to fit the limits" in plan.parts[0].reason
+    assert "; 1 shared segment merged to fit the limits" in plan.parts[0].reason
     flat = planner.plan(tables, seq_lens, capacity=PlanCapacity(num_levels=1))
     assert (flat.parts[0].executor, flat.num_segments) == ("flat", 8)
 
