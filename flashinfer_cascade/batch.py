@@ -202,7 +202,9 @@ def id_vector(name: str, values: Any, max_kv_pages: int) -> NDArray[Any]:
     out = values if plain else _integer_array(name, values)
     if out.ndim != 1:
         raise InvalidBatchError(f"{name} has shape {out.shape}: give one page id per entry")
-    # As unsigned numbers, negative ones are too large: one pass instead of two.
+    if out.itemsize < 4 or not out.dtype.isnative:
+        out = out.astype(np.int64)
+    # As unsigned numbers of at least 32 bits, negative ones are too large: one pass instead of two.
     if len(out) and out.view(f"u{out.itemsize}").max() >= max_kv_pages:
         at = int(np.flatnonzero((out < 0) | (out >= max_kv_pages))[0])
         raise InvalidBatchError(

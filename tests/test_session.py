@@ -472,3 +472,14 @@ def test_plans_made_in_a_worker_are_the_same():
     failing = CascadePlanner(config()).session().plan_async()
     with pytest.raises(InvalidBatchError, match="the batch is empty"):
         failing.result()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", ">i2", ">i4", ">i8"])
+def test_page_ids_of_any_integer_type_are_checked(dtype):
+    session = CascadePlanner(
+        CascadeConfig(num_qo_heads=8, num_kv_heads=2, head_dim=64, page_size=4, dtype="float16")
+    ).session()
+    with pytest.raises(InvalidBatchError, match="page id -1 at position 1 is outside"):
+        session.add("a", np.array([0, -1], dtype), 8, computed_len=7)
+    session.add("a", np.array([5, 3], dtype), 8, computed_len=7)
+    assert session.plan().seg_pages.tolist() == [5, 3]
