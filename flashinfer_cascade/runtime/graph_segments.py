@@ -115,6 +115,7 @@ class CapturedSegments:
             num_partials=room.num_partials if shape.shares else bucket.num_rows,
             num_page_indices=config.max_kv_indices,
             num_levels=MAX_INT32 if shape.shares else 1,
+            num_slots=MAX_INT32 if shape.shares else 0,
         )
         self._layout = layout = SegmentLayout.of(config, bucket, shape, tiling, buffers.num_pages)
         self._host = [pinned.numpy() for pinned in buffers.pinned]

@@ -78,6 +78,10 @@ class SegmentsExecutor:
             plan.row_pos[part.row_begin : part.row_end] if causal else np.empty(0, np.int32),
         ]
         entries = sum(len(table) + ALIGNMENT for table in tables)
+        # This stream waits for all runs before: what they read may be used again behind it, and no sooner.
+        stream = torch.cuda.current_stream(self._device)
+        for old in (self._staging.on_device, self._partials.values, self._partials.lse):
+            old.record_stream(stream)
         if entries > self._staging.num_entries:
             self._staging = StagingBuffer(2 * entries, self._device)
         if lowered.num_partials > len(self._partials.values):
