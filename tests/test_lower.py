@@ -19,6 +19,7 @@ def tilings(config):
         Tiling(num_sms=4, min_cut=64, short_tokens=64),
         Tiling.of(config, 132, is_native=True),
         Tiling.of(config, 132, is_native=False),
+        Tiling.of(config, 16, is_native=True, has_native_wide=True),
     ]
 
 
@@ -71,9 +72,15 @@ class Walk:
         self.partials[kernel, row, int(self.lowered.partial_indptr[row]) + slot] += 1
 
     def wide(self):
-        tokens = self.tiling.wide_tokens
+        tokens, most_rows = self.tiling.wide_tokens, self.tiling.wide_rows * self.tiling.wide_tiles
+        sizes = self.lowered.wide[:, 1] * self.plan.config.group_size
+        num_double = self.lowered.num_double
+        assert (sizes[:num_double] > self.tiling.wide_rows).all()
+        assert (sizes[num_double:] <= self.tiling.wide_rows).all()
+        for part in self.lowered.wide[:num_double], self.lowered.wide[num_double:]:
+            assert (np.diff(part[:, 4] - part[:, 3]) <= 0).all(), "the longest first"
         for first_row, num_rows, page_begin, begin, end, limit, slot, kv_start in self.lowered.wide.tolist():
-            assert 0 < num_rows * self.plan.config.group_size <= self.tiling.wide_rows
+            assert 0 < num_rows * self.plan.config.group_size <= most_rows
             assert begin < end
             assert begin % tokens == 0
             # Up to here nothing is masked, of any row.

@@ -12,15 +12,16 @@ from flashinfer_cascade.native_lower import WINDOW
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 from flashinfer_cascade.runtime.buffers import ALIGNMENT, StagingBuffer
 from flashinfer_cascade.runtime.call import LayerCall
+from flashinfer_cascade.runtime.cuda import has_stream, has_wide
 from flashinfer_cascade.runtime.levels import rows_of
 from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
-from flashinfer_cascade.runtime.stream import is_available
 
 
 def tiling_of(config: CascadeConfig, device: torch.device) -> Tiling:
     """The tiles that a GPU's kernels take."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return Tiling.of(config, num_sms, is_available(torch.device(device).index or 0))
+    index = torch.device(device).index or 0
+    return Tiling.of(config, num_sms, has_stream(index), has_wide(index))
 
 
 def reserve_partials(config: CascadeConfig, count: int, device: torch.device) -> Partials:
@@ -91,6 +92,7 @@ class SegmentsExecutor:
         self._arrays = SegmentArrays(
             wide.view(lowered.wide.shape) if len(lowered.wide) else None,
             None,
+            lowered.num_double,
             short.view(lowered.short.shape) if len(lowered.short) > WINDOW else None,
             short_runs.view(lowered.short_runs.shape),
             narrow.view(lowered.narrow.shape) if len(lowered.narrow) > WINDOW else None,
