@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashinfer_cascade.batch import Batch, check_num_indices, check_num_rows, id_vector, query_lens
-from flashinfer_cascade.capacity import PlanCapacity
+from flashinfer_cascade.capacity import PlanCapacity, check_capacity
 from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
-from flashinfer_cascade.errors import CapacityError, InvalidBatchError
+from flashinfer_cascade.errors import CapacityError, InvalidBatchError, told
 from flashinfer_cascade.native_session import State
 from flashinfer_cascade.pages import PagePool
 from flashinfer_cascade.plan import CascadePlan
@@ -168,7 +168,7 @@ class PlanSession:
         if ids is None:
             full = (lens >= space).nonzero()[0].tolist()
         else:
-            some = np.array([self._slot(id) for id in ids], np.int64)
+            some = np.array([self._slot(id) for id in _listed(ids)], np.int64)
             if len(np.unique(some)) != len(some):
                 raise InvalidBatchError("ids names a request twice: a step adds one token to each")
             full = some[lens[some] >= self._pool.count[some] * page_size].tolist()
@@ -234,7 +234,7 @@ class PlanSession:
             InvalidBatchError: these are not the live requests.
         """
         self._settle()
-        order = list(ids)
+        order = _listed(ids)
         slots = {id: self._slot(id) for id in order}
         if len(slots) != len(order) or len(slots) != len(self):
             raise InvalidBatchError(f"{len(order)} ids for {len(self)} live requests: name each request once")
@@ -257,6 +257,7 @@ class PlanSession:
             UnsupportedError: the policy forces a cascade that a sliding window makes wrong.
             CapacityError: more rows or page ids than the configuration reserves, or not even the flat plan fits.
         """
+        check_capacity(capacity)
         self._settle()
         return self._make_plan(qo_lens, capacity)
 
@@ -268,7 +269,11 @@ class PlanSession:
 
         Returns:
             A future: its ``result()`` is what `plan` returns, or raises.
+
+        Raises:
+            InvalidBatchError: `capacity` is none.
         """
+        check_capacity(capacity)
         self._settle()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="flashinfer-cascade-plan")
@@ -380,7 +385,12 @@ class PlanSession:
             raise InvalidBatchError(f"request {id!r} is not in the session: add it first") from None
 
     def _check_new(self, id: Hashable) -> None:
-        if id in self._slots.by_id:
+        try:
+            is_known = id in self._slots.by_id
+        except TypeError:
+            what = told("the request's id", id)
+            raise InvalidBatchError(f"{what}, which has no hash: give a string, a number or a tuple of these") from None
+        if is_known:
             raise InvalidBatchError(f"request {id!r} is in the session already: remove it first, or use another id")
         if len(self) >= self.config.max_batch_size:
             raise CapacityError(
@@ -408,7 +418,7 @@ class PlanSession:
     def _given(self, new_pages: Mapping[Hashable, int]) -> tuple[list[int], list[int]]:
         """Slots and pages of a step."""
         if not isinstance(new_pages, Mapping):
-            raise InvalidBatchError(f"new_pages is a {type(new_pages).__name__}: give a page by request, as a mapping")
+            raise InvalidBatchError(f"{told('new_pages', new_pages)}: give a page by request, as a mapping")
         try:
             slots = [self._slots.by_id[id] for id in new_pages]
         except KeyError:
@@ -422,6 +432,13 @@ class PlanSession:
 
     def _pages(self, name: str, pages: Any) -> NDArray[Any]:
         return id_vector(name, pages, self.config.max_kv_pages)
+
+
+def _listed(ids: Iterable[Hashable]) -> list[Hashable]:
+    """Several requests, not the characters of a single id."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise InvalidBatchError(f"{told('ids', ids)}: give the ids of requests, as a list")
+    return list(ids)
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

@@ -164,10 +164,10 @@ def test_a_capacity_is_met_or_refused(batch, segments, partials):
     plan = planner.plan(tables, seq_lens, qo_lens, capacity=capacity)
     assert not capacity.lacks(plan.usage())
     check_rules(plan, page_size, tables, seq_lens, qo_lens)
-    with pytest.raises(
-        CapacityError, match=r"neither the plan nor flat attention does not fit the capacity: .*num_segments"
-    ):
-        planner.plan(tables, seq_lens, qo_lens, capacity=PlanCapacity(num_segments=len(tables) - 1))
+    num = len(tables)
+    match = rf"even a flat plan of this batch does not fit the capacity: num_segments {num} > {num - 1}\. Reserve more"
+    with pytest.raises(CapacityError, match=match):
+        planner.plan(tables, seq_lens, qo_lens, capacity=PlanCapacity(num_segments=num - 1))
 
 
 @given(batches(), POLICIES)
@@ -437,6 +437,26 @@ def test_groups_of_layers_share_one_forest():
     assert plans[1] == CascadePlanner(windowed).plan(tables, seq_lens)
     with pytest.raises(InvalidBatchError, match="page_size=32 of a group differs from the planner's 16"):
         planner.plan_groups([full, config(page_size=32)], tables, seq_lens)
+    for configs, match in (
+        ([full, None], r"configs\[1\] is None: give a CascadeConfig for each group"),
+        (full, "configs is a CascadeConfig: give a list"),
+        ((c for c in (full,)), "configs is a generator: give a list"),
+    ):
+        with pytest.raises(InvalidBatchError, match=match):
+            planner.plan_groups(configs, tables, seq_lens)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda planner, capacity: planner.plan([[0]], [3], capacity=capacity),
+        lambda planner, capacity: planner.plan_groups([planner.config], [[0]], [3], capacity=capacity),
+    ],
+    ids=["plan", "plan_groups"],
+)
+def test_a_capacity_that_is_none(plan):
+    with pytest.raises(InvalidBatchError, match="capacity is 5: give the PlanCapacity of a graph"):
+        plan(CascadePlanner(config()), 5)
 
 
 def test_a_million_page_request():
@@ -458,11 +478,11 @@ def test_chains_hundreds_of_levels_deep_stay_within_max_levels():
 
 def test_errors_of_construction():
     for wrong, match in (
-        ({"policy": "h200"}, "policy is a str: give a PlannerPolicy"),
-        ({"profile": None}, "profile is a NoneType"),
+        ({"policy": "h200"}, "policy is 'h200': give a PlannerPolicy"),
+        ({"profile": None}, "profile is None: give the name of a built-in profile"),
         ({"config": {}}, "config is a dict: give a CascadeConfig"),
     ):
-        with pytest.raises(TypeError, match=match):
+        with pytest.raises(InvalidBatchError, match=match):
             CascadePlanner(**({"config": config()} | wrong))
     with pytest.raises(UnsupportedError, match=r"profile 'b200' is not built in \(h200, h100"):
         CascadePlanner(config(), profile="b200")
