@@ -124,7 +124,7 @@ def test_what_does_not_fit_runs_eagerly_and_is_counted(runtime):
     assert not pool.stats.replays
     with pytest.raises(CapacityError, match="rows in append graphs 3 > 0"):
         pool.capacity(3, 1)
-    with pytest.raises(InvalidBatchError, match="load takes a CascadePlan, not a str"):
+    with pytest.raises(InvalidBatchError, match="plan is 'plan': give the CascadePlan that planner"):
         pool.run("plan", q=q)
     crowded = pool_of(runtime, batch_sizes=[], max_requests=4)
     with pytest.raises(CapacityError, match=r"capacity: requests in append graphs 5 > 4\."):
@@ -157,7 +157,7 @@ def test_wrong_inputs(inputs, match, method, runtime):
         ({"batch_sizes": [0]}, "a decode bucket of 0 rows"),
         ({"batch_sizes": [True]}, "a decode bucket of True rows"),
         ({"batch_sizes": [2.0]}, r"a decode bucket of 2\.0 rows"),
-        ({"token_sizes": [65]}, "a append bucket of 65 rows: give 1 to 64"),
+        ({"token_sizes": [65]}, "an append bucket of 65 rows: give 1 to 64, or raise max_num_rows in CascadeConfig"),
         ({"token_sizes": [8], "max_requests": 17}, "bucket of 17 requests"),
         ({"batch_sizes": [9]}, r"input q is \[8, 4, 64\] on cpu: give a tensor of at least 9 rows"),
         ({"batch_sizes": [4], "inputs": {}}, "inputs is empty"),
@@ -213,12 +213,16 @@ def test_a_state_refuses_what_does_not_fit(runtime):
     planner = CascadePlanner(CFG)
     state.load(planner.plan([[0]], [3]))
     before = state.run(make_q(CFG, 4), CACHE)
-    with pytest.raises(CapacityError, match=r"a graph of decode 4 .* num_rows 5 > 4, num_requests 5 > 4"):
+    with pytest.raises(
+        CapacityError, match=r"the plan does not fit a graph for decode 4: num_rows 5 > 4, num_requests 5 > 4"
+    ):
         state.load(planner.plan([[r] for r in range(5)], [3] * 5))
     with pytest.raises(CapacityError, match="rows a request 2 > 1"):
         state.load(planner.plan([[0]], [3], [2]))
-    with pytest.raises(InvalidBatchError, match="load takes a CascadePlan, not a str"):
+    with pytest.raises(InvalidBatchError, match="plan is 'plan': give the CascadePlan that planner"):
         state.load("plan")
+    with pytest.raises(InvalidBatchError, match="v_scale is nan: give a finite number"):
+        state.run(make_q(CFG, 4), CACHE, v_scale=math.nan)
     with pytest.raises(InvalidBatchError, match="q is torch"):
         state.run(make_q(CFG, 3), CACHE)
     assert torch.equal(state.run(make_q(CFG, 4), CACHE), before)
