@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from flashinfer_cascade.session import PlanSession
 
 
 class CascadePlanner:
-    """Plans batches of one configuration. It keeps no state: any thread may use it.
+    """Plans batches of one configuration. It keeps no state: any thread may use it, and it may be copied and pickled.
 
     Args:
         config: the attention and the limits.
@@ -53,9 +54,15 @@ class CascadePlanner:
                 )
             profile = PROFILES[profile]
         self.profile = profile
+        self._may_be_native = native
         core = load_core() if native else None
         self.native = core is not None
         self._chooser = Chooser(config, self.policy, profile, core)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew: the native core's state is of this process.
+        make = functools.partial(type(self), native=self._may_be_native)
+        return make, (self.config, self.policy, self.profile)
 
     def plan(
         self, block_tables: Any, seq_lens: Any, qo_lens: Any = None, *, capacity: PlanCapacity | None = None

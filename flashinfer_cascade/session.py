@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from flashinfer_cascade.capacity import PlanCapacity, check_capacity
 from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
-from flashinfer_cascade.errors import CapacityError, InvalidBatchError, told
+from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError, told
 from flashinfer_cascade.native_session import State
 from flashinfer_cascade.pages import PagePool
 from flashinfer_cascade.plan import CascadePlan
@@ -31,7 +31,7 @@ class PlanSession:
     which requests were added; `remove` keeps it for the others, and `reorder` sets it. Ids are anything hashable.
 
     A call that raises leaves the session as it was. A session is for one thread at a time, apart from what `plan_async`
-    says.
+    says. It is not copied or pickled: its plans are, and planners.
 
     Attributes:
         config: that of the planner.
@@ -52,6 +52,12 @@ class PlanSession:
         self._capacity: PlanCapacity | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[CascadePlan] | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a session cannot be copied or pickled, it belongs to one decode loop: give the other process a planner, "
+            "and add the requests to a session of that one"
+        )
 
     def __len__(self) -> int:
         return len(self._slots.by_id)

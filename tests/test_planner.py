@@ -1,6 +1,8 @@
 """Whole plans: the rules of correctness, the choices, and hostile or odd batches."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 
@@ -531,6 +533,21 @@ def test_plans_are_the_same_in_every_process():
         for seed in ("0", "1", "4242")
     }
     assert len(out) == 1
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("copied", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy, copy.copy])
+def test_a_copy_of_a_planner_plans_the_same(copied, native):
+    own = PROFILES["h100"].model_copy(update={"name": "own"})
+    planner = CascadePlanner(config(page_size=4), PlannerPolicy(executor="segments"), own, native=native)
+    other = copied(planner)
+    assert (other.config, other.policy, other.profile) == (planner.config, planner.policy, planner.profile)
+    assert other.native == planner.native
+    tables, seq_lens = tree([8], 512, 40, page_size=4)
+    assert other.plan(tables, seq_lens) == planner.plan(tables, seq_lens)
+    session = other.session()
+    session.add("r0", tables[0], seq_lens[0])
+    assert session.plan().num_rows == seq_lens[0]
 
 
 def test_planning_twice_gives_equal_plans_of_two_structures():

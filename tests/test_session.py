@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -405,6 +408,16 @@ WRONG = {
     "rows": (lambda s: s.plan([1, 1]), "qo_lens has 2 entries for 4 seq_lens"),
     "too many rows": (lambda s: s.plan([642, 1, 1, 1]), r"qo_lens\[0\] = 642 exceeds seq_lens\[0\] = 641"),
 }
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_session_is_not_copied(copied, native):
+    session = CascadePlanner(config(), native=native).session()
+    with pytest.raises(
+        UnsupportedError, match=r"a session cannot be copied or pickled, .*: give the other process a planner"
+    ):
+        copied(session)
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
