@@ -329,7 +329,8 @@ def _from_csr(tables: CsrTables, counts: Int64Array, lens: Int64Array, config: C
             f"kv_indptr has {len(starts)} entries for {len(counts)} seq_lens: give num_requests + 1"
         )
     if starts[0] != 0 or (starts[1:] < starts[:-1]).any():
-        raise InvalidBatchError("kv_indptr must start at 0 and never decrease")
+        at = 0 if starts[0] else int(np.flatnonzero(starts[1:] < starts[:-1])[0]) + 1
+        raise InvalidBatchError(f"kv_indptr[{at}] = {starts[at]}, but kv_indptr must start at 0 and never decrease")
     if starts[-1] > len(indices):
         raise InvalidBatchError(f"kv_indptr ends at {starts[-1]}, but kv_indices has {len(indices)} entries")
     given = np.diff(starts)

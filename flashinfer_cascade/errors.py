@@ -14,6 +14,7 @@ Every message gives the value, the limit and what to do. A configuration with a 
 from __future__ import annotations
 
 import reprlib
+from numbers import Integral
 from types import UnionType
 
 
@@ -65,3 +66,13 @@ def check_type(name: str, value: object, kind: type | UnionType | tuple[type, ..
     """
     if not isinstance(value, kind):
         raise InvalidBatchError(f"{told(name, value)}: {remedy}")
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Refuse what is no integer of at least so much.
+
+    Raises:
+        InvalidBatchError: says what it is, and what to give.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise InvalidBatchError(f"{told(name, value)}: give an integer of at least {least}")

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error
-from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError, check_type, told
+from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError, check_count, check_type, told
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.call import check_plan
 from flashinfer_cascade.runtime.fit import Laid, Needs, level_backends
@@ -107,7 +106,7 @@ class GraphPool:
         """
         requests = num_rows if num_requests is None else num_requests
         for name, value in (("num_rows", num_rows), ("num_requests", requests)):
-            _check_count(name, value, 1)
+            check_count(name, value, 1)
         if requests > num_rows:
             raise InvalidBatchError(
                 f"num_requests={requests} exceeds num_rows={num_rows}: give the rows of all requests, 1 each at least"
@@ -194,7 +193,8 @@ class GraphPool:
         if kind == "append":
             sizes[f"requests in {kind} graphs"] = num_requests, requests
         over = {name: pair for name, pair in sizes.items() if pair[0] > pair[1]}
-        raise capacity_error(f"a batch of {num_requests} requests", over, "Capture a larger bucket, or run it eagerly")
+        what, remedy = f"a batch of {num_requests} requests", "Capture a larger bucket, or run it eagerly"
+        raise capacity_error(what, over, remedy, "the pool")
 
     def _roomiest(self, bucket: Bucket) -> _Captured:
         """The graph of a bucket that takes the deepest cascades."""
@@ -356,7 +356,7 @@ def capture_cuda_graphs(
     if not callable(step_fn):
         raise InvalidBatchError(f"{told('step_fn', step_fn)}: give a function of a dict of tensors")
     check_type("inputs", inputs, Mapping, "give tensors by name, as a mapping")
-    _check_count("lazy", lazy, 0)
+    check_count("lazy", lazy, 0)
     config, device = runtime.config, runtime.device
     buckets = [make_bucket(config, size) for size in _listed("batch_sizes", batch_sizes)]
     buckets += [make_bucket(config, None, size, max_requests) for size in _listed("token_sizes", token_sizes)]
@@ -395,11 +395,6 @@ def _listed(name: str, values: Any) -> list[Any]:
     if not isinstance(values, Iterable) or isinstance(values, (str, AnyShape)):
         raise InvalidBatchError(f"{told(name, values)}: give a list")
     return list(values)
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise InvalidBatchError(f"{name}={value!r}: give a number of at least {least}")
 
 
 @contextlib.contextmanager

@@ -416,9 +416,10 @@ class PlanSession:
         missing = set(full).difference(given)
         if missing:
             id = next(id for id, slot in self._slots.by_id.items() if slot in missing)
+            who = f"request {id!r} needs" if len(missing) == 1 else f"{len(missing)} requests, {id!r} the first, need"
             raise InvalidBatchError(
-                f"{len(missing)} requests need a page for this step that new_pages does not give, the first is {id!r}, "
-                f"at {self.seq_len(id)} tokens: allocate the step's pages first"
+                f"{who} a page for this step that new_pages does not give, at {self.seq_len(id)} tokens: allocate the "
+                "step's pages first"
             )
 
     def _given(self, new_pages: Mapping[Hashable, int]) -> tuple[list[int], list[int]]:

@@ -127,7 +127,9 @@ def test_what_does_not_fit_runs_eagerly_and_is_counted(runtime):
     with pytest.raises(InvalidBatchError, match="plan is 'plan': give the CascadePlan that planner"):
         pool.run("plan", q=q)
     crowded = pool_of(runtime, batch_sizes=[], max_requests=4)
-    with pytest.raises(CapacityError, match=r"capacity: requests in append graphs 5 > 4\."):
+    with pytest.raises(
+        CapacityError, match=r"a batch of 5 requests does not fit the pool: requests in append graphs 5 > 4\."
+    ):
         crowded.capacity(20, 5)
 
 
@@ -173,7 +175,7 @@ def test_wrong_inputs(inputs, match, method, runtime):
         ({"batch_sizes": [4], "inputs": {"q": [0] * 8}}, "input q is a list: give a tensor of at least 4 rows on cpu"),
         ({"batch_sizes": 4}, "batch_sizes is 4: give a list"),
         ({"token_sizes": None}, "token_sizes is None: give a list"),
-        ({"batch_sizes": [4], "lazy": -1}, "lazy=-1: give a number of at least 0"),
+        ({"batch_sizes": [4], "lazy": -1}, "lazy is -1: give an integer of at least 0"),
         ({"batch_sizes": [4], "shapes": SegmentShape()}, "shapes is a SegmentShape: give a list"),
         ({"batch_sizes": [4], "shapes": ["fa2"]}, "shape is 'fa2': give a SegmentShape, GraphShape or StockShape"),
         ({"batch_sizes": [4], "runtime": None}, "runtime is None: give the CascadeRuntime"),
@@ -190,12 +192,12 @@ def test_wrong_buckets(arguments, match, runtime):
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ((0,), "num_rows=0: give a number of at least 1"),
-        ((-1,), "num_rows=-1: give a number of at least 1"),
-        (("a",), "num_rows='a': give a number"),
-        ((True,), "num_rows=True: give a number"),
-        ((4, 0), "num_requests=0: give a number of at least 1"),
-        ((4, 2.0), r"num_requests=2\.0: give a number"),
+        ((0,), "num_rows is 0: give an integer of at least 1"),
+        ((-1,), "num_rows is -1: give an integer of at least 1"),
+        (("a",), "num_rows is 'a': give an integer"),
+        ((True,), "num_rows is True: give an integer"),
+        ((4, 0), "num_requests is 0: give an integer of at least 1"),
+        ((4, 2.0), r"num_requests is 2\.0: give an integer"),
         ((4, 5), "num_requests=5 exceeds num_rows=4"),
     ],
 )

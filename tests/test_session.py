@@ -436,9 +436,9 @@ def test_a_step_without_its_pages_is_refused():
     session = decoding()
     for _ in range(15):
         session.step()
-    with pytest.raises(InvalidBatchError, match=r"3 requests need a page .* the first is 0, at 656 tokens"):
+    with pytest.raises(InvalidBatchError, match=r"3 requests, 0 the first, need a page .*, at 656 tokens"):
         session.step({2: 70})
-    with pytest.raises(InvalidBatchError, match="1 requests need a page"):
+    with pytest.raises(InvalidBatchError, match="request 1 needs a page"):
         session.step(ids=[1])
     assert session.seq_len(2) == 656
     session.step({r: 70 + r for r in range(4)})
