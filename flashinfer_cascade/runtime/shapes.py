@@ -187,7 +187,7 @@ class SegmentRoom(NamedTuple):
         cut = runs * max(tiling.narrow_rows // config.group_size, 1) + (blocks + 1) * per_tile
         partials = (PARTIALS_PER_ROW if shares else 1) * rows + cut
         # A forest has fewer shared nodes than requests.
-        segments = (2 if shares else 1) * requests
+        segments = 2 * requests - 1 if shares else requests
         return cls(segments, partials, blocks + 2 * (partials // per_tile + segments))
 
 
