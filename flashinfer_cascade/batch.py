@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flashinfer_cascade.config import MAX_INT32, CascadeConfig
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
-from flashinfer_cascade.errors import CapacityError, InvalidBatchError
+from flashinfer_cascade.errors import CapacityError, InvalidBatchError, told
 from flashinfer_cascade.pages import INDEX_SLACK, PageView
 
 SPARSE_TABLE = 4
@@ -222,8 +222,8 @@ def _check_range(name: str, values: Int64Array, low: int, high: int, remedy: str
 def _integer_array(name: str, values: Any) -> NDArray[Any]:
     """A numpy view or copy of integers in any container; refuses floats, bools, masks and GPU tensors."""
     _refuse_gpu(name, values)
-    if isinstance(values, (str, bytes, dict, set, frozenset, np.ma.MaskedArray)):
-        raise InvalidBatchError(f"{name} is a {type(values).__name__}: give a sequence or an array of integers")
+    if values is None or isinstance(values, (str, bytes, dict, set, frozenset, np.ma.MaskedArray)):
+        raise InvalidBatchError(f"{told(name, values)}: give a sequence or an array of integers")
     if isinstance(values, Sequence) and any(isinstance(value, (bool, np.bool_)) for value in values):
         raise InvalidBatchError(f"{name} holds bool values: give int32 or int64")
     try:
@@ -264,9 +264,7 @@ def _fill_indices(
     elif getattr(tables, "ndim", None) == 2:
         ids = _from_padded(_integer_array("block_tables", tables), counts, lens, config)
     elif not _is_indexable(tables):
-        raise InvalidBatchError(
-            f"block_tables is a {type(tables).__name__}: give a list of tables, a 2-D array or CsrTables"
-        )
+        raise InvalidBatchError(f"{told('block_tables', tables)}: give a list of tables, a 2-D array or CsrTables")
     else:
         ids = _from_ragged(tables, counts, lens, config)
     if len(ids) and (ids.min() < 0 or ids.max() >= config.max_kv_pages):
@@ -331,7 +329,8 @@ def _from_csr(tables: CsrTables, counts: Int64Array, lens: Int64Array, config: C
             f"kv_indptr has {len(starts)} entries for {len(counts)} seq_lens: give num_requests + 1"
         )
     if starts[0] != 0 or (starts[1:] < starts[:-1]).any():
-        raise InvalidBatchError("kv_indptr must start at 0 and never decrease")
+        at = 0 if starts[0] else int(np.flatnonzero(starts[1:] < starts[:-1])[0]) + 1
+        raise InvalidBatchError(f"kv_indptr[{at}] = {starts[at]}, but kv_indptr must start at 0 and never decrease")
     if starts[-1] > len(indices):
         raise InvalidBatchError(f"kv_indptr ends at {starts[-1]}, but kv_indices has {len(indices)} entries")
     given = np.diff(starts)
@@ -348,7 +347,7 @@ def _from_ragged(tables: Any, counts: Int64Array, lens: Int64Array, config: Casc
         )
     for r, table in enumerate(tables):
         if not _is_indexable(table):
-            raise InvalidBatchError(f"request {r}: its table is a {type(table).__name__}: give a sequence of page ids")
+            raise InvalidBatchError(f"request {r}: {told('its table', table)}: give a sequence of page ids")
     _check_enough(np.array([len(table) for table in tables]), counts, lens, config.page_size)
     if all(isinstance(table, list) for table in tables):
         return _from_lists(tables, counts)
@@ -374,4 +373,14 @@ def _from_lists(tables: Sequence[list[int]], counts: Int64Array) -> Int64Array:
                     raise InvalidBatchError(
                         f"request {r}: page id {page!r} at position {position} is not a 64-bit integer"
                     ) from error
-    return np.frombuffer(flat, np.int64) if flat else np.empty(0, np.int64)
+    ids = np.frombuffer(flat, np.int64) if flat else np.empty(0, np.int64)
+    # Bools became 0 and 1: few page ids are, so that looking at these alone costs next to nothing.
+    ends = counts.cumsum()
+    for at in np.flatnonzero(ids.view(np.uint64) <= 1).tolist():
+        r = int(np.searchsorted(ends, at, side="right"))
+        position = at - int(ends[r] - counts[r])
+        if isinstance(tables[r][position], bool):
+            raise InvalidBatchError(
+                f"request {r}: page id {tables[r][position]} at position {position} is a bool: give integers"
+            )
+    return ids

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int64Array
-from flashinfer_cascade.errors import CapacityError
+from flashinfer_cascade.errors import CapacityError, check_type
 from flashinfer_cascade.fold import Cut, cut_at
 from flashinfer_cascade.forest import PrefixForest
 
@@ -49,10 +49,22 @@ class PlanCapacity:
         return {name: pair for name, pair in pairs.items() if pair[0] > pair[1]}
 
 
-def capacity_error(what: str, lacking: dict[str, tuple[int, int]], remedy: str) -> CapacityError:
+def check_capacity(capacity: object) -> None:
+    """Refuse what is no capacity; None is none.
+
+    Raises:
+        InvalidBatchError: it is of another type.
+    """
+    if capacity is not None:
+        check_type("capacity", capacity, PlanCapacity, "give the PlanCapacity of a graph, or one of your own")
+
+
+def capacity_error(
+    what: str, lacking: dict[str, tuple[int, int]], remedy: str, where: str = "the capacity"
+) -> CapacityError:
     """One error for all that does not fit."""
     listed = ", ".join(f"{name} {needed} > {reserved}" for name, (needed, reserved) in lacking.items())
-    return CapacityError(f"{what} does not fit the capacity: {listed}. {remedy}", lacking)
+    return CapacityError(f"{what} does not fit {where}: {listed}. {remedy}", lacking)
 
 
 def level_edges(begin: NDArray[Any], end: NDArray[Any], total: int) -> Int64Array:

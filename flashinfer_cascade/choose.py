@@ -89,11 +89,11 @@ class Chooser:
         """
         free = [self.choose(name, batch, forest) for name, forest in groups]
         plan = lay_out(self.config, batch, free, core=self.core, last=last)
-        if capacity is None or not (over := capacity.lacks(plan.usage())):
+        if capacity is None or not capacity.lacks(plan.usage()):
             return plan, free
         flat = PlanCapacity(batch.num_rows, batch.num_requests, batch.num_rows, batch.num_pages, 1, 0)
-        if capacity.lacks(flat):
-            raise capacity_error("neither the plan nor flat attention", over, "Reserve more, or run this batch eagerly")
+        if lacking := capacity.lacks(flat):
+            raise capacity_error("even a flat plan of this batch", lacking, "Reserve more, or run this batch eagerly")
         # What flat leaves over is given to the parts in turn.
         segments, partials = capacity.num_segments - flat.num_segments, capacity.num_partials - flat.num_partials
         slots = capacity.num_slots - (len(groups) - 1)

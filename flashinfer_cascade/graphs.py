@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error
-from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError
+from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError, check_count, check_type, told
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.call import check_plan
 from flashinfer_cascade.runtime.fit import Laid, Needs, level_backends
@@ -72,6 +72,7 @@ class GraphPool:
         self._runtime, self._step_fn, self._lazy = runtime, step_fn, lazy
         self._padding = {name: value.clone() for name, value in inputs.items()}
         self._static = {name: value.clone() for name, value in inputs.items()}
+        self._sources = dict.fromkeys((runtime.device, torch.device("cpu")))  # where inputs may lie
         self._written = 0  # rows of the static inputs that may hold other values than those of padding
         self._captured: dict[Bucket, list[_Captured]] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -100,9 +101,17 @@ class GraphPool:
             num_requests: of the batch; None is a decode batch, one row each.
 
         Raises:
+            InvalidBatchError: there are no such batches.
             CapacityError: no bucket is so large.
         """
-        bucket = self._bucket(num_rows, num_rows if num_requests is None else num_requests)
+        requests = num_rows if num_requests is None else num_requests
+        for name, value in (("num_rows", num_rows), ("num_requests", requests)):
+            check_count(name, value, 1)
+        if requests > num_rows:
+            raise InvalidBatchError(
+                f"num_requests={requests} exceeds num_rows={num_rows}: give the rows of all requests, 1 each at least"
+            )
+        bucket = self._bucket(num_rows, requests)
         return self._roomiest(bucket).state.capacity
 
     def replay(self, plan: CascadePlan, **inputs: torch.Tensor) -> Any:
@@ -120,12 +129,14 @@ class GraphPool:
 
         Raises:
             CapacityError: no captured graph takes the plan; nothing was touched. `run` would run it eagerly.
-            InvalidBatchError: an input is missing, or of another shape or dtype; nothing was touched.
+            InvalidBatchError: an input is missing, of another shape or dtype or elsewhere, or the plan reads pages that
+                the captured KV caches do not hold; nothing was touched.
         """
         check_plan(self._runtime.config, plan)
         self._check(plan, inputs)
         self._order()
         captured, laid = self._select(plan)
+        captured.state.load(plan, laid)
         num_rows = plan.num_rows
         bucket_rows = captured.state.bucket.num_rows
         stale = slice(num_rows, min(self._written, bucket_rows))
@@ -136,7 +147,6 @@ class GraphPool:
                 self._static[name][stale].copy_(self._padding[name][stale])
         if self._written <= bucket_rows:  # rows behind the bucket stay as they are until a larger one comes
             self._written = num_rows
-        captured.state.load(plan, laid)
         outputs = captured.replay()
         self.stats.replays[str(captured.state.bucket), str(captured.state.shape)] += 1
         self.stats.inexact += laid.distance > 0
@@ -183,7 +193,8 @@ class GraphPool:
         if kind == "append":
             sizes[f"requests in {kind} graphs"] = num_requests, requests
         over = {name: pair for name, pair in sizes.items() if pair[0] > pair[1]}
-        raise capacity_error(f"a batch of {num_requests} requests", over, "Capture a larger bucket, or run it eagerly")
+        what, remedy = f"a batch of {num_requests} requests", "Capture a larger bucket, or run it eagerly"
+        raise capacity_error(what, over, remedy, "the pool")
 
     def _roomiest(self, bucket: Bucket) -> _Captured:
         """The graph of a bucket that takes the deepest cascades."""
@@ -242,11 +253,14 @@ class GraphPool:
             )
         for name, value in inputs.items():
             shape, dtype = (plan.num_rows, *self._static[name].shape[1:]), self._static[name].dtype
-            if value.shape != shape or value.dtype != dtype:
-                raise InvalidBatchError(
-                    f"input {name} is {value.dtype} {list(value.shape)}; expected {dtype} {list(shape)}: one row for "
-                    "each row of the plan"
-                )
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.shape == shape and value.dtype == dtype and value.device in self._sources:
+                continue
+            what = f"input {name} is {value.dtype} {list(value.shape)} on {value.device}" if is_tensor else None
+            raise InvalidBatchError(
+                f"{what or told(f'input {name}', value)}; expected a tensor, {dtype} {list(shape)} on "
+                f"{' or '.join(map(str, self._sources))}: one row for each row of the plan"
+            )
 
     def _capture(self, graphs: Sequence[tuple[Bucket, AnyShape | None]], progress: Progress | None = None) -> None:
         """Capture graphs that share buffers and memory, in this order.
@@ -270,7 +284,11 @@ class GraphPool:
                 _map(outputs, functools.partial(_check_rows, state.bucket))
                 return outputs
 
-            replay = step if self._memory_pool is None else self._capture_one(step)
+            if self._memory_pool is None:
+                step()  # so that a step that cannot run says so here, as it does where it is captured
+                replay: Callable[[], Any] = step
+            else:
+                replay = self._capture_one(step)
             self._captured.setdefault(state.bucket, []).append(_Captured(state, replay))
             self.stats.captures += 1
             if progress is not None and task is not None:
@@ -312,7 +330,8 @@ def capture_cuda_graphs(
 
     `step_fn` is called with static inputs of a bucket's rows, once to warm up and once to be captured, for each shape
     of each bucket, the largest first. Within it, `CascadeRuntime.run` goes to the graph's buffers; no row sees any KV
-    then. On the CPU nothing is captured: replays call `step_fn` again, for development and tests.
+    then. On the CPU nothing is captured: `step_fn` is called once for each bucket, with the same inputs, and again by
+    each replay, for development and tests.
 
     Args:
         runtime: whose `run` the step calls, once a layer.
@@ -329,19 +348,25 @@ def capture_cuda_graphs(
         progress: show it on stderr.
 
     Raises:
-        InvalidBatchError: no bucket is given, one exceeds the configuration or has no shapes, an input has too few
-            rows, or the step returns a tensor without a row for each of the inputs'.
+        InvalidBatchError: an argument is of a wrong type, no bucket is given, one exceeds the configuration or has no
+            shapes, an input has too few rows, or the step returns a tensor without a row for each of the inputs'.
         UnsupportedError: a shape that the device or the configuration does not allow.
     """
+    check_type("runtime", runtime, CascadeRuntime, "give the CascadeRuntime whose run the step calls")
+    if not callable(step_fn):
+        raise InvalidBatchError(f"{told('step_fn', step_fn)}: give a function of a dict of tensors")
+    check_type("inputs", inputs, Mapping, "give tensors by name, as a mapping")
+    check_count("lazy", lazy, 0)
     config, device = runtime.config, runtime.device
-    buckets = [make_bucket(config, size) for size in batch_sizes]
-    buckets += [make_bucket(config, None, size, max_requests) for size in token_sizes]
+    buckets = [make_bucket(config, size) for size in _listed("batch_sizes", batch_sizes)]
+    buckets += [make_bucket(config, None, size, max_requests) for size in _listed("token_sizes", token_sizes)]
     if not buckets:
         raise InvalidBatchError("no bucket: give batch_sizes for decode, token_sizes for appends, or both")
     largest = max(bucket.num_rows for bucket in buckets)
     if not inputs:
         raise InvalidBatchError("inputs is empty: a step reads at least one tensor with a row for each query token")
     for name, value in inputs.items():
+        check_type(f"input {name}", value, torch.Tensor, f"give a tensor of at least {largest} rows on {device}")
         if value.ndim < 1 or len(value) < largest or value.device != device:
             raise InvalidBatchError(
                 f"input {name} is {list(value.shape)} on {value.device}: give a tensor of at least {largest} rows on "
@@ -350,7 +375,7 @@ def capture_cuda_graphs(
     graphs: list[tuple[Bucket, AnyShape | None]] = []
     for bucket in sorted(set(buckets), key=lambda bucket: -bucket.num_rows):
         chosen = runtime.default_graph_shapes(bucket) if shapes is None else shapes
-        of_bucket = [*(chosen(bucket) if callable(chosen) else chosen)]
+        of_bucket = _listed("shapes", chosen(bucket) if callable(chosen) else chosen)
         if not of_bucket:
             raise InvalidBatchError(f"no shapes for the bucket of {bucket}: name one at least, or leave the bucket out")
         graphs += [(bucket, shape) for shape in of_bucket]
@@ -363,6 +388,13 @@ def capture_cuda_graphs(
         "captured %d graphs for %d buckets: %.0f MB", pool.stats.captures, len(pool.buckets), pool.memory_bytes / 1e6
     )
     return pool
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """Several of something; a shape is a tuple too, but only one."""
+    if not isinstance(values, Iterable) or isinstance(values, (str, AnyShape)):
+        raise InvalidBatchError(f"{told(name, values)}: give a list")
+    return list(values)
 
 
 @contextlib.contextmanager

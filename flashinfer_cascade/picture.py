@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from flashinfer_cascade import draw
 from flashinfer_cascade.csr import Int64Array
+from flashinfer_cascade.errors import InvalidBatchError
 from flashinfer_cascade.fold import cut_at
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 from flashinfer_cascade.report import PartFacts, count_of, format_bytes, kv_read, part_facts, span, summary
@@ -52,11 +53,13 @@ def write_picture(plan: CascadePlan, path: str | os.PathLike[str]) -> None:
     """Draw the plan's forest into an SVG file.
 
     Raises:
-        ValueError: the file's name does not end in .svg.
+        InvalidBatchError: the file's name does not end in .svg.
     """
     target = Path(path)
     if target.suffix.lower() != ".svg":
-        raise ValueError(f"{str(target)!r} does not end in .svg, the only format: write {target.stem}.svg instead")
+        raise InvalidBatchError(
+            f"{str(target)!r} does not end in .svg, the only format: write {target.stem}.svg instead"
+        )
     target.write_text(svg(plan), encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ from flashinfer_cascade.capacity import PlanCapacity, capacity_error, level_edge
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.cost import Backend
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr, ranges
-from flashinfer_cascade.errors import BackendUnavailableError, CapacityError, InvalidBatchError
+from flashinfer_cascade.errors import BackendUnavailableError, CapacityError, InvalidBatchError, check_count, check_type
 from flashinfer_cascade.forest import PrefixForest
 from flashinfer_cascade.pages import INDEX_SLACK, PageView, gather_runs
 
@@ -250,10 +250,13 @@ class CascadePlan:
 
         Raises:
             CapacityError: the plan has more than `num_levels` levels.
-            InvalidBatchError: `part` belongs to another plan.
+            InvalidBatchError: `part` belongs to another plan, or is none, or `num_levels` is no number.
         """
         if part is not None and not any(part is own for own in self.parts):
+            check_type("part", part, PlanPart, "take it from the plan's parts")
             raise InvalidBatchError(f"the part {part.name!r} belongs to another plan: take it from this one's parts")
+        if num_levels is not None:
+            check_count("num_levels", num_levels, 1)
         parts = self.parts if part is None else (part,)
         used = max(p.num_levels for p in parts)
         total = used if num_levels is None else num_levels
@@ -353,7 +356,11 @@ class CascadePlan:
         except ImportError as error:
             raise BackendUnavailableError("to_flashinfer needs torch: pip install torch") from error
         levels = self.levels(part, num_levels)
-        per_level = [slots] * len(levels) if slots is None or isinstance(slots, (int, np.integer)) else list(slots)
+        is_list = isinstance(slots, (Sequence, np.ndarray)) and not isinstance(slots, str)
+        per_level: list[Any] = list(slots) if is_list else [slots] * len(levels)  # type: ignore[arg-type]
+        for count in per_level:
+            if count is not None:
+                check_count("slots", count, 0)
         if len(per_level) != len(levels):
             raise CapacityError(f"slots names {len(per_level)} levels, but there are {len(levels)}: give one per level")
         padded = [

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from flashinfer_cascade.batch import make_batch
-from flashinfer_cascade.capacity import PlanCapacity
+from flashinfer_cascade.capacity import PlanCapacity, check_capacity
 from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
-from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError
+from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError, check_type, told
 from flashinfer_cascade.native import load_core
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.profile import PROFILES, DeviceProfile
@@ -17,7 +18,7 @@ from flashinfer_cascade.session import PlanSession
 
 
 class CascadePlanner:
-    """Plans batches of one configuration. It keeps no state: any thread may use it.
+    """Plans batches of one configuration. It keeps no state: any thread may use it, and it may be copied and pickled.
 
     Args:
         config: the attention and the limits.
@@ -30,7 +31,7 @@ class CascadePlanner:
 
     Raises:
         UnsupportedError: `profile` names no built-in profile.
-        TypeError: an argument is of another type.
+        InvalidBatchError: an argument is of another type.
     """
 
     def __init__(
@@ -43,13 +44,9 @@ class CascadePlanner:
     ) -> None:
         self.config = config
         self.policy = PlannerPolicy() if policy is None else policy
-        for name, value, kind in (
-            ("config", config, CascadeConfig),
-            ("policy", self.policy, PlannerPolicy),
-            ("profile", profile, str | DeviceProfile),
-        ):
-            if not isinstance(value, kind):
-                raise TypeError(f"{name} is a {type(value).__name__}: give a {getattr(kind, '__name__', kind)}")
+        check_type("config", config, CascadeConfig, "give a CascadeConfig")
+        check_type("policy", self.policy, PlannerPolicy, "give a PlannerPolicy")
+        check_type("profile", profile, str | DeviceProfile, "give the name of a built-in profile, or a DeviceProfile")
         if isinstance(profile, str):
             if profile not in PROFILES:
                 raise UnsupportedError(
@@ -57,9 +54,15 @@ class CascadePlanner:
                 )
             profile = PROFILES[profile]
         self.profile = profile
+        self._may_be_native = native
         core = load_core() if native else None
         self.native = core is not None
         self._chooser = Chooser(config, self.policy, profile, core)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew: the native core's state is of this process.
+        make = functools.partial(type(self), native=self._may_be_native)
+        return make, (self.config, self.policy, self.profile)
 
     def plan(
         self, block_tables: Any, seq_lens: Any, qo_lens: Any = None, *, capacity: PlanCapacity | None = None
@@ -80,6 +83,7 @@ class CascadePlanner:
             UnsupportedError: the policy forces a cascade that a sliding window makes wrong.
             CapacityError: not even the flat plan fits.
         """
+        check_capacity(capacity)
         batch = make_batch(self.config, block_tables, seq_lens, qo_lens)
         return self._chooser.plan(batch, self._chooser.split(batch), capacity)[0]
 
@@ -113,7 +117,13 @@ class CascadePlanner:
             InvalidBatchError: wrong input, or a config with another page_size or other limits than this planner's.
             UnsupportedError: the policy forces a cascade that a sliding window makes wrong.
         """
-        for config in configs:
+        check_capacity(capacity)
+        if not isinstance(configs, Sequence):
+            raise InvalidBatchError(
+                f"{told('configs', configs)}: give a list, one CascadeConfig for each group of layers"
+            )
+        for number, config in enumerate(configs):
+            check_type(f"configs[{number}]", config, CascadeConfig, "give a CascadeConfig for each group of layers")
             for name in ("page_size", "max_batch_size", "max_num_rows", "max_kv_pages", "max_kv_indices"):
                 ours, theirs = getattr(self.config, name), getattr(config, name)
                 if ours != theirs:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashinfer_cascade.batch import Batch, check_num_indices, check_num_rows, id_vector, query_lens
-from flashinfer_cascade.capacity import PlanCapacity
+from flashinfer_cascade.capacity import PlanCapacity, check_capacity
 from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
-from flashinfer_cascade.errors import CapacityError, InvalidBatchError
+from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError, told
 from flashinfer_cascade.native_session import State
 from flashinfer_cascade.pages import PagePool
 from flashinfer_cascade.plan import CascadePlan
@@ -31,7 +31,7 @@ class PlanSession:
     which requests were added; `remove` keeps it for the others, and `reorder` sets it. Ids are anything hashable.
 
     A call that raises leaves the session as it was. A session is for one thread at a time, apart from what `plan_async`
-    says.
+    says. It is not copied or pickled: its plans are, and planners.
 
     Attributes:
         config: that of the planner.
@@ -52,6 +52,12 @@ class PlanSession:
         self._capacity: PlanCapacity | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[CascadePlan] | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a session cannot be copied or pickled, it belongs to one decode loop: give the other process a planner, "
+            "and add the requests to a session of that one"
+        )
 
     def __len__(self) -> int:
         return len(self._slots.by_id)
@@ -168,7 +174,7 @@ class PlanSession:
         if ids is None:
             full = (lens >= space).nonzero()[0].tolist()
         else:
-            some = np.array([self._slot(id) for id in ids], np.int64)
+            some = np.array([self._slot(id) for id in _listed(ids)], np.int64)
             if len(np.unique(some)) != len(some):
                 raise InvalidBatchError("ids names a request twice: a step adds one token to each")
             full = some[lens[some] >= self._pool.count[some] * page_size].tolist()
@@ -234,7 +240,7 @@ class PlanSession:
             InvalidBatchError: these are not the live requests.
         """
         self._settle()
-        order = list(ids)
+        order = _listed(ids)
         slots = {id: self._slot(id) for id in order}
         if len(slots) != len(order) or len(slots) != len(self):
             raise InvalidBatchError(f"{len(order)} ids for {len(self)} live requests: name each request once")
@@ -257,6 +263,7 @@ class PlanSession:
             UnsupportedError: the policy forces a cascade that a sliding window makes wrong.
             CapacityError: more rows or page ids than the configuration reserves, or not even the flat plan fits.
         """
+        check_capacity(capacity)
         self._settle()
         return self._make_plan(qo_lens, capacity)
 
@@ -268,7 +275,11 @@ class PlanSession:
 
         Returns:
             A future: its ``result()`` is what `plan` returns, or raises.
+
+        Raises:
+            InvalidBatchError: `capacity` is none.
         """
+        check_capacity(capacity)
         self._settle()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="flashinfer-cascade-plan")
@@ -380,7 +391,12 @@ class PlanSession:
             raise InvalidBatchError(f"request {id!r} is not in the session: add it first") from None
 
     def _check_new(self, id: Hashable) -> None:
-        if id in self._slots.by_id:
+        try:
+            is_known = id in self._slots.by_id
+        except TypeError:
+            what = told("the request's id", id)
+            raise InvalidBatchError(f"{what}, which has no hash: give a string, a number or a tuple of these") from None
+        if is_known:
             raise InvalidBatchError(f"request {id!r} is in the session already: remove it first, or use another id")
         if len(self) >= self.config.max_batch_size:
             raise CapacityError(
@@ -400,15 +416,16 @@ class PlanSession:
         missing = set(full).difference(given)
         if missing:
             id = next(id for id, slot in self._slots.by_id.items() if slot in missing)
+            who = f"request {id!r} needs" if len(missing) == 1 else f"{len(missing)} requests, {id!r} the first, need"
             raise InvalidBatchError(
-                f"{len(missing)} requests need a page for this step that new_pages does not give, the first is {id!r}, "
-                f"at {self.seq_len(id)} tokens: allocate the step's pages first"
+                f"{who} a page for this step that new_pages does not give, at {self.seq_len(id)} tokens: allocate the "
+                "step's pages first"
             )
 
     def _given(self, new_pages: Mapping[Hashable, int]) -> tuple[list[int], list[int]]:
         """Slots and pages of a step."""
         if not isinstance(new_pages, Mapping):
-            raise InvalidBatchError(f"new_pages is a {type(new_pages).__name__}: give a page by request, as a mapping")
+            raise InvalidBatchError(f"{told('new_pages', new_pages)}: give a page by request, as a mapping")
         try:
             slots = [self._slots.by_id[id] for id in new_pages]
         except KeyError:
@@ -422,6 +439,13 @@ class PlanSession:
 
     def _pages(self, name: str, pages: Any) -> NDArray[Any]:
         return id_vector(name, pages, self.config.max_kv_pages)
+
+
+def _listed(ids: Iterable[Hashable]) -> list[Hashable]:
+    """Several requests, not the characters of a single id."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise InvalidBatchError(f"{told('ids', ids)}: give the ids of requests, as a list")
+    return list(ids)
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

@@ -145,7 +145,7 @@ def test_plan_refuses_wrong_arguments_in_one_line(arguments, message):
         ('{"block_tables": [[-1]], "seq_lens": [1]}', "request 0: page id -1"),
         ('{"block_tables": [["a"]], "seq_lens": [1]}', "request 0: page id 'a'"),
         ('{"block_tables": [[0.5]], "seq_lens": [1]}', "request 0: page id 0.5"),
-        ('{"block_tables": 7, "seq_lens": [1]}', "block_tables is a int"),
+        ('{"block_tables": 7, "seq_lens": [1]}', "block_tables is 7: give a list of tables"),
         ('{"block_tables": [[0]], "seq_lens": [NaN]}', "seq_lens holds float64 values"),
         ('{"block_tables": [[0]], "seq_lens": [1e99]}', "seq_lens holds float64 values"),
         ('{"block_tables": [[0]], "seq_lens": null}', "seq_lens"),

@@ -19,7 +19,7 @@ from flashinfer_cascade import (
     capture_cuda_graphs,
 )
 from flashinfer_cascade.bench.traffic import Traffic
-from flashinfer_cascade.runtime import Bucket
+from flashinfer_cascade.runtime import Bucket, SegmentShape
 from flashinfer_cascade.runtime.ops import attention
 from flashinfer_cascade.testing import RandomBatch, make_kv_cache, make_q
 
@@ -124,10 +124,12 @@ def test_what_does_not_fit_runs_eagerly_and_is_counted(runtime):
     assert not pool.stats.replays
     with pytest.raises(CapacityError, match="rows in append graphs 3 > 0"):
         pool.capacity(3, 1)
-    with pytest.raises(InvalidBatchError, match="load takes a CascadePlan, not a str"):
+    with pytest.raises(InvalidBatchError, match="plan is 'plan': give the CascadePlan that planner"):
         pool.run("plan", q=q)
     crowded = pool_of(runtime, batch_sizes=[], max_requests=4)
-    with pytest.raises(CapacityError, match=r"capacity: requests in append graphs 5 > 4\."):
+    with pytest.raises(
+        CapacityError, match=r"a batch of 5 requests does not fit the pool: requests in append graphs 5 > 4\."
+    ):
         crowded.capacity(20, 5)
 
 
@@ -135,7 +137,15 @@ def test_what_does_not_fit_runs_eagerly_and_is_counted(runtime):
     ("inputs", "match"),
     [
         ({}, r"inputs \[\] given, but the graphs were captured with \['q'\]"),
-        ({"q": make_q(CFG, 3)}, r"input q is torch.bfloat16 \[3, 4, 64\]; expected torch.bfloat16 \[2, 4, 64\]"),
+        (
+            {"q": make_q(CFG, 3)},
+            r"input q is torch.bfloat16 \[3, 4, 64\] on cpu; expected .* \[2, 4, 64\] on cpu: one row",
+        ),
+        (
+            {"q": make_q(CFG, 2).to("meta")},
+            r"input q is torch.bfloat16 \[2, 4, 64\] on meta; expected .* on cpu: one row",
+        ),
+        ({"q": None}, r"input q is None; expected a tensor, torch.bfloat16 \[2, 4, 64\] on cpu"),
         ({"q": make_q(CFG, 2).float()}, "input q is torch.float32"),
         ({"q": make_q(CFG, 2), "x": make_q(CFG, 2)}, r"inputs \['q', 'x'\] given"),
     ],
@@ -157,27 +167,92 @@ def test_wrong_inputs(inputs, match, method, runtime):
         ({"batch_sizes": [0]}, "a decode bucket of 0 rows"),
         ({"batch_sizes": [True]}, "a decode bucket of True rows"),
         ({"batch_sizes": [2.0]}, r"a decode bucket of 2\.0 rows"),
-        ({"token_sizes": [65]}, "a append bucket of 65 rows: give 1 to 64"),
+        ({"token_sizes": [65]}, "an append bucket of 65 rows: give 1 to 64, or raise max_num_rows in CascadeConfig"),
         ({"token_sizes": [8], "max_requests": 17}, "bucket of 17 requests"),
         ({"batch_sizes": [9]}, r"input q is \[8, 4, 64\] on cpu: give a tensor of at least 9 rows"),
         ({"batch_sizes": [4], "inputs": {}}, "inputs is empty"),
+        ({"batch_sizes": [4], "inputs": [make_q(CFG, 8)]}, "inputs is a list: give tensors by name"),
+        ({"batch_sizes": [4], "inputs": {"q": [0] * 8}}, "input q is a list: give a tensor of at least 4 rows on cpu"),
+        ({"batch_sizes": 4}, "batch_sizes is 4: give a list"),
+        ({"token_sizes": None}, "token_sizes is None: give a list"),
+        ({"batch_sizes": [4], "lazy": -1}, "lazy is -1: give an integer of at least 0"),
+        ({"batch_sizes": [4], "shapes": SegmentShape()}, "shapes is a SegmentShape: give a list"),
+        ({"batch_sizes": [4], "shapes": ["fa2"]}, "shape is 'fa2': give a SegmentShape, GraphShape or StockShape"),
+        ({"batch_sizes": [4], "runtime": None}, "runtime is None: give the CascadeRuntime"),
+        ({"batch_sizes": [4], "step_fn": None}, "step_fn is None: give a function"),
         ({"batch_sizes": [4], "shapes": []}, "no shapes for the bucket of decode 4"),
     ],
 )
 def test_wrong_buckets(arguments, match, runtime):
-    given = {"inputs": {"q": make_q(CFG, 8)}} | arguments
+    given = {"runtime": runtime, "step_fn": lambda inputs: inputs["q"], "inputs": {"q": make_q(CFG, 8)}} | arguments
     with pytest.raises(InvalidBatchError, match=match):
-        capture_cuda_graphs(runtime, lambda inputs: inputs["q"], progress=False, **given)
+        capture_cuda_graphs(progress=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ((0,), "num_rows is 0: give an integer of at least 1"),
+        ((-1,), "num_rows is -1: give an integer of at least 1"),
+        (("a",), "num_rows is 'a': give an integer"),
+        ((True,), "num_rows is True: give an integer"),
+        ((4, 0), "num_requests is 0: give an integer of at least 1"),
+        ((4, 2.0), r"num_requests is 2\.0: give an integer"),
+        ((4, 5), "num_requests=5 exceeds num_rows=4"),
+    ],
+)
+def test_capacities_of_batches_that_cannot_be(sizes, match, runtime):
+    with pytest.raises(InvalidBatchError, match=match):
+        pool_of(runtime).capacity(*sizes)
+
+
+def test_capture_calls_the_step_with_rows_of_padding(runtime):
+    seen = []
+
+    def step(inputs):
+        seen.append((len(inputs["q"]), inputs["slot"].unique().tolist()))
+        out = runtime.run(inputs["q"], CACHE)
+        assert not out.any()  # no row sees any KV
+        return out
+
+    inputs = {"q": make_q(CFG, 8), "slot": torch.full((8,), -1)}
+    capture_cuda_graphs(runtime, step, inputs=inputs, batch_sizes=[2, 8], token_sizes=[4], progress=False)
+    assert seen == [(8, [-1]), (4, [-1]), (2, [-1])]
+    assert runtime.stats.runs == 0
+    with pytest.raises(CascadeError, match="no plan is loaded"):
+        runtime.run(inputs["q"], CACHE)
+
+
+def test_a_step_that_fails_says_so_when_it_is_captured(runtime):
+    with pytest.raises(KeyError, match="tokens"):
+        capture_cuda_graphs(
+            runtime, lambda inputs: inputs["tokens"], inputs={"q": make_q(CFG, 4)}, batch_sizes=[4], progress=False
+        )
+
+
+def test_a_plan_beyond_the_captured_cache_leaves_the_inputs_alone(runtime):
+    seen = []
+
+    def step(inputs):
+        seen.append(inputs["slot"].tolist())
+        return runtime.run(inputs["q"], CACHE[:50])
+
+    inputs = {"q": make_q(CFG, 4), "slot": torch.full((4,), -1)}
+    pool = capture_cuda_graphs(runtime, step, inputs=inputs, batch_sizes=[4], progress=False)
+    planner = CascadePlanner(CFG)
+    with pytest.raises(InvalidBatchError, match="the plan reads page 50, but kv_cache holds 50 pages"):
+        pool.replay(planner.plan([[1], [50]], [2, 2]), q=make_q(CFG, 2), slot=torch.arange(2))
+    assert pool._static["slot"].tolist() == [-1] * 4
+    pool.replay(planner.plan([[49]], [2]), q=make_q(CFG, 1), slot=torch.arange(1))
+    assert seen[-1] == [0, -1, -1, -1]
 
 
 @pytest.mark.parametrize("output", [torch.zeros(()), torch.zeros(100), torch.zeros(1, 4)], ids=str)
 def test_outputs_without_a_row_for_each_input(output, runtime):
-    pool = capture_cuda_graphs(
-        runtime, lambda _: {"loss": output}, inputs={"q": make_q(CFG, 4)}, batch_sizes=[4], progress=False
-    )
-    plan = CascadePlanner(CFG).plan([[0]], [2])
     with pytest.raises(InvalidBatchError, match=r"the step returned a tensor of .* for inputs of 4 rows"):
-        pool.replay(plan, q=make_q(CFG, 1))
+        capture_cuda_graphs(
+            runtime, lambda _: {"loss": output}, inputs={"q": make_q(CFG, 4)}, batch_sizes=[4], progress=False
+        )
 
 
 def test_progress_is_shown_on_stderr(runtime, capfd):
@@ -213,12 +288,16 @@ def test_a_state_refuses_what_does_not_fit(runtime):
     planner = CascadePlanner(CFG)
     state.load(planner.plan([[0]], [3]))
     before = state.run(make_q(CFG, 4), CACHE)
-    with pytest.raises(CapacityError, match=r"a graph of decode 4 .* num_rows 5 > 4, num_requests 5 > 4"):
+    with pytest.raises(
+        CapacityError, match=r"the plan does not fit a graph for decode 4: num_rows 5 > 4, num_requests 5 > 4"
+    ):
         state.load(planner.plan([[r] for r in range(5)], [3] * 5))
     with pytest.raises(CapacityError, match="rows a request 2 > 1"):
         state.load(planner.plan([[0]], [3], [2]))
-    with pytest.raises(InvalidBatchError, match="load takes a CascadePlan, not a str"):
+    with pytest.raises(InvalidBatchError, match="plan is 'plan': give the CascadePlan that planner"):
         state.load("plan")
+    with pytest.raises(InvalidBatchError, match="v_scale is nan: give a finite number"):
+        state.run(make_q(CFG, 4), CACHE, v_scale=math.nan)
     with pytest.raises(InvalidBatchError, match="q is torch"):
         state.run(make_q(CFG, 3), CACHE)
     assert torch.equal(state.run(make_q(CFG, 4), CACHE), before)

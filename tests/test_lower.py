@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy
 from flashinfer_cascade.lower import WINDOW, Tiling, lower
-from flashinfer_cascade.testing import random_batch
+from flashinfer_cascade.native import load_core
+from flashinfer_cascade.testing import RandomBatch, random_batch
 
+BUILT = pytest.mark.skipif(load_core() is None, reason="the native core was not built")
 HEADS = [(32, 8), (4, 4), (10, 2), (16, 1)]
 
 
@@ -176,6 +178,24 @@ def test_the_kernels_walk(seed, heads, page_size, max_new, num_requests, max_len
             again = lower(plan, part, tiling, max_partials=most, native=False)
             for one, other in zip(arrays_of(lowered), arrays_of(again), strict=True):
                 assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=BUILT), False], ids=["native", "python"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_new_tokens_behind_the_first_full_tile(heads, native):
+    """Own KV of several wide tiles, of which the first rows see but a part."""
+    config = config_of(heads, 16)
+    tables = [[*range(5), *range(100 * request, 100 * request + 20)] for request in range(1, 4)]
+    seq_lens, qo_lens = [80 + 200, 80 + 300, 80 + 64], [150, 70, 64]
+    policy = PlannerPolicy(executor="segments", fold=False, max_decode_rows=2)
+    plan = CascadePlanner(config, policy).plan(tables, seq_lens, qo_lens)
+    for tiling in tilings(config):
+        (part,) = plan.parts
+        lowered = lower(plan, part, tiling, native=native)
+        Walk(plan, part, tiling, lowered).check(RandomBatch(tables, seq_lens, qo_lens))
+        full, seen = ((lowered.wide[:, field] - lowered.wide[:, 3]) // tiling.wide_tokens for field in (4, 5))
+        assert (seen < full).any()
+        assert (seen > 0).any()
 
 
 def lowered_decode(lens, tiling, heads=(32, 8)):

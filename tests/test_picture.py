@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy
+from flashinfer_cascade import CascadeConfig, CascadePlanner, InvalidBatchError, PlannerPolicy
 from flashinfer_cascade.picture import svg, write_picture
 
 FORCED = PlannerPolicy(executor="levels", fold=False, max_levels=16)
@@ -192,6 +192,8 @@ def test_writing(tmp_path):
 
 @pytest.mark.parametrize("name", ["forest.png", "forest"])
 def test_other_formats_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"{re.escape(name)}' does not end in \.svg.*write forest\.svg instead"):
+    with pytest.raises(
+        InvalidBatchError, match=rf"{re.escape(name)}' does not end in \.svg.*write forest\.svg instead"
+    ):
         write_picture(prefix(4, 4, 20), tmp_path / name)
     assert not list(tmp_path.iterdir())

@@ -153,6 +153,14 @@ def test_what_does_not_fit_a_captured_wrapper_is_refused():
         three_levels().levels(three_levels().parts[0])
     with pytest.raises(CapacityError, match="slots names 2 levels, but there are 3"):
         three_levels().to_flashinfer(slots=[4, 4])
+    for wrong, match in (
+        ({"slots": "many"}, "slots is 'many': give an integer of at least 0"),
+        ({"slots": [4, 4, -1]}, "slots is -1: give an integer"),
+        ({"num_levels": 3.0}, r"num_levels is 3\.0: give an integer of at least 1"),
+        ({"part": "decode"}, "part is 'decode': take it from the plan's parts"),
+    ):
+        with pytest.raises(InvalidBatchError, match=match):
+            three_levels().to_flashinfer(**wrong)
 
 
 def test_padding_of_several_rows_makes_nothing_causal():

@@ -1,6 +1,8 @@
 """Whole plans: the rules of correctness, the choices, and hostile or odd batches."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 
@@ -164,10 +166,10 @@ def test_a_capacity_is_met_or_refused(batch, segments, partials):
     plan = planner.plan(tables, seq_lens, qo_lens, capacity=capacity)
     assert not capacity.lacks(plan.usage())
     check_rules(plan, page_size, tables, seq_lens, qo_lens)
-    with pytest.raises(
-        CapacityError, match=r"neither the plan nor flat attention does not fit the capacity: .*num_segments"
-    ):
-        planner.plan(tables, seq_lens, qo_lens, capacity=PlanCapacity(num_segments=len(tables) - 1))
+    num = len(tables)
+    match = rf"even a flat plan of this batch does not fit the capacity: num_segments {num} > {num - 1}\. Reserve more"
+    with pytest.raises(CapacityError, match=match):
+        planner.plan(tables, seq_lens, qo_lens, capacity=PlanCapacity(num_segments=num - 1))
 
 
 @given(batches(), POLICIES)
@@ -437,6 +439,26 @@ def test_groups_of_layers_share_one_forest():
     assert plans[1] == CascadePlanner(windowed).plan(tables, seq_lens)
     with pytest.raises(InvalidBatchError, match="page_size=32 of a group differs from the planner's 16"):
         planner.plan_groups([full, config(page_size=32)], tables, seq_lens)
+    for configs, match in (
+        ([full, None], r"configs\[1\] is None: give a CascadeConfig for each group"),
+        (full, "configs is a CascadeConfig: give a list"),
+        ((c for c in (full,)), "configs is a generator: give a list"),
+    ):
+        with pytest.raises(InvalidBatchError, match=match):
+            planner.plan_groups(configs, tables, seq_lens)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda planner, capacity: planner.plan([[0]], [3], capacity=capacity),
+        lambda planner, capacity: planner.plan_groups([planner.config], [[0]], [3], capacity=capacity),
+    ],
+    ids=["plan", "plan_groups"],
+)
+def test_a_capacity_that_is_none(plan):
+    with pytest.raises(InvalidBatchError, match="capacity is 5: give the PlanCapacity of a graph"):
+        plan(CascadePlanner(config()), 5)
 
 
 def test_a_million_page_request():
@@ -458,11 +480,11 @@ def test_chains_hundreds_of_levels_deep_stay_within_max_levels():
 
 def test_errors_of_construction():
     for wrong, match in (
-        ({"policy": "h200"}, "policy is a str: give a PlannerPolicy"),
-        ({"profile": None}, "profile is a NoneType"),
+        ({"policy": "h200"}, "policy is 'h200': give a PlannerPolicy"),
+        ({"profile": None}, "profile is None: give the name of a built-in profile"),
         ({"config": {}}, "config is a dict: give a CascadeConfig"),
     ):
-        with pytest.raises(TypeError, match=match):
+        with pytest.raises(InvalidBatchError, match=match):
             CascadePlanner(**({"config": config()} | wrong))
     with pytest.raises(UnsupportedError, match=r"profile 'b200' is not built in \(h200, h100"):
         CascadePlanner(config(), profile="b200")
@@ -511,6 +533,21 @@ def test_plans_are_the_same_in_every_process():
         for seed in ("0", "1", "4242")
     }
     assert len(out) == 1
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("copied", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy, copy.copy])
+def test_a_copy_of_a_planner_plans_the_same(copied, native):
+    own = PROFILES["h100"].model_copy(update={"name": "own"})
+    planner = CascadePlanner(config(page_size=4), PlannerPolicy(executor="segments"), own, native=native)
+    other = copied(planner)
+    assert (other.config, other.policy, other.profile) == (planner.config, planner.policy, planner.profile)
+    assert other.native == planner.native
+    tables, seq_lens = tree([8], 512, 40, page_size=4)
+    assert other.plan(tables, seq_lens) == planner.plan(tables, seq_lens)
+    session = other.session()
+    session.add("r0", tables[0], seq_lens[0])
+    assert session.plan().num_rows == seq_lens[0]
 
 
 def test_planning_twice_gives_equal_plans_of_two_structures():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -375,6 +378,12 @@ WRONG = {
     "unknown fork": (lambda s: s.fork("x", "y"), "request 'x' is not in the session: add it first"),
     "unknown": (lambda s: s.remove("x"), "request 'x' is not in the session: add it first"),
     "unhashable": (lambda s: s.remove([]), r"request \[\] is not in the session"),
+    "unhashable to add": (lambda s: s.add([9], [1], 3), "the request's id is a list, which has no hash: give a string"),
+    "unhashable fork": (lambda s: s.fork(0, {}), "the request's id is a dict, which has no hash"),
+    "a number of ids": (lambda s: s.step(ids=5), "ids is 5: give the ids of requests, as a list"),
+    "an id for ids": (lambda s: s.reorder("r0"), "ids is 'r0': give the ids of requests"),
+    "capacity": (lambda s: s.plan(capacity=5), "capacity is 5: give the PlanCapacity of a graph"),
+    "capacity in a worker": (lambda s: s.plan_async(capacity="no"), "capacity is 'no': give the PlanCapacity"),
     "too few pages": (lambda s: s.add(9, [1, 2], 33), "request 9: its table has 2 pages, but 33 tokens need 3"),
     "page out of range": (lambda s: s.add(9, [1, 2**20], 32), "page id 1048576 at position 1 is outside"),
     "negative page": (lambda s: s.append(0, 16, [-1]), "page id -1 at position 0 is outside"),
@@ -401,6 +410,16 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_session_is_not_copied(copied, native):
+    session = CascadePlanner(config(), native=native).session()
+    with pytest.raises(
+        UnsupportedError, match=r"a session cannot be copied or pickled, .*: give the other process a planner"
+    ):
+        copied(session)
+
+
 @pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
 def test_what_is_refused_changes_nothing(call, message):
     session, same = decoding(), decoding()
@@ -417,9 +436,9 @@ def test_a_step_without_its_pages_is_refused():
     session = decoding()
     for _ in range(15):
         session.step()
-    with pytest.raises(InvalidBatchError, match=r"3 requests need a page .* the first is 0, at 656 tokens"):
+    with pytest.raises(InvalidBatchError, match=r"3 requests, 0 the first, need a page .*, at 656 tokens"):
         session.step({2: 70})
-    with pytest.raises(InvalidBatchError, match="1 requests need a page"):
+    with pytest.raises(InvalidBatchError, match="request 1 needs a page"):
         session.step(ids=[1])
     assert session.seq_len(2) == 656
     session.step({r: 70 + r for r in range(4)})

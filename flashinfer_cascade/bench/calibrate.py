@@ -110,6 +110,11 @@ def read_samples(rows: Iterable[Row], base: DeviceProfile) -> list[Sample]:
     return samples
 
 
+def fitted_to(samples: Iterable[Sample], executors: str) -> list[Sample]:
+    """What constants are fitted to, of those in CONSTANTS for these executors; nothing leaves them as they are."""
+    return [s for s in samples if not s.held_out and s.executor in executors.split(", ")]
+
+
 def fit(
     samples: Sequence[Sample], base: DeviceProfile, name: str, progress: Callable[[str, float], None] | None = None
 ) -> DeviceProfile:
@@ -126,7 +131,7 @@ def fit(
     """
     profile = base.model_copy(update={"name": name})
     for executors, constants in CONSTANTS.items():
-        fitted = [s for s in samples if not s.held_out and s.executor in executors.split(", ")]
+        fitted = fitted_to(samples, executors)
         if not fitted:
             continue
         cost = _Cost(fitted, base, constants)

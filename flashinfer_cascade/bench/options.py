@@ -38,12 +38,13 @@ def calibrate(
 ) -> None:
     """Fit a device profile for the planner to measured times, and show what it predicts.
 
-    One workload in three is not fitted to and only judges. The planner takes the result:
+    One workload in three is not fitted to and only judges. Constants of executors that the records have no times of
+    stay those of the base, and a warning says which. The planner takes the result:
     ``CascadePlanner(config, profile=read_profile("profile.json"))``.
     """
     from rich.console import Console
 
-    from flashinfer_cascade.bench.calibrate import fit, read_samples, report
+    from flashinfer_cascade.bench.calibrate import CONSTANTS, fit, fitted_to, read_samples, report
     from flashinfer_cascade.bench.results import read_record
     from flashinfer_cascade.profile import PROFILES
 
@@ -60,6 +61,14 @@ def calibrate(
         fitted = fit(samples, begun, name, lambda constant, error: status.update(f"fitting {constant}: {error:.4f}"))
     for table in report(samples, begun, fitted):
         console.print(table)
+    for executors, constants in CONSTANTS.items():
+        if not fitted_to(samples, executors):
+            typer.echo(
+                f"warning: no time of {executors.replace(', ', ' or ')} to fit to, so these stay as in {base}: "
+                f"{', '.join(constants)}. The planner weighs them against what was fitted: measure all executors, with "
+                "'flashinfer-cascade bench --suite decode --json RECORD'",
+                err=True,
+            )
     out.write_text(fitted.model_dump_json(indent=1) + "\n", encoding="utf-8")
     console.print(f"wrote {out}")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from flashinfer_cascade.config import CascadeConfig
-from flashinfer_cascade.errors import InvalidBatchError
+from flashinfer_cascade.errors import InvalidBatchError, check_type, told
 from flashinfer_cascade.plan import CascadePlan
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -57,6 +59,22 @@ def check_tensors(
         _check("out", out, shape, dtype, device, "it receives the rows of q")
 
 
+def check_scale(name: str, value: Any) -> float:
+    """What a cache is multiplied by, as a float.
+
+    Raises:
+        InvalidBatchError: it is no number, or not finite.
+    """
+    if type(value) is float and math.isfinite(value):  # what layers give
+        return value
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise InvalidBatchError(
+            f"{told(name, value)}: give a finite number (of a tensor, take it once, when the model is loaded)"
+        )
+    return float(value)
+
+
 def num_cache_pages(kv_cache: KVCache) -> int:
     """Pages that a KV cache holds."""
     return len(kv_cache) if isinstance(kv_cache, torch.Tensor) else len(kv_cache[0])
@@ -68,8 +86,8 @@ def check_plan(config: CascadeConfig, plan: object) -> None:
     Raises:
         InvalidBatchError: names the difference.
     """
-    if not isinstance(plan, CascadePlan):
-        raise InvalidBatchError(f"load takes a CascadePlan, not a {type(plan).__name__}: call planner.plan first")
+    check_type("plan", plan, CascadePlan, "give the CascadePlan that planner.plan returns")
+    assert isinstance(plan, CascadePlan)
     if plan.config is not config and plan.config != config:
         theirs, ours = plan.config.model_dump(), config.model_dump()
         differing = ", ".join(f"{name}={theirs[name]!r}" for name in ours if theirs[name] != ours[name])
@@ -98,6 +116,8 @@ def check_pages(plan: CascadePlan, num_pages: int) -> None:
 def _check(
     name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, remedy: str
 ) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise InvalidBatchError(f"{told(name, x)}; expected a torch.Tensor, {dtype} {list(shape)}: {remedy}")
     if x.shape != shape or x.dtype != dtype or x.device != device:
         raise InvalidBatchError(
             f"{name} is {x.dtype} {list(x.shape)} on {x.device}; expected {dtype} {list(shape)} on {device}: {remedy}"
@@ -113,12 +133,14 @@ def _check_cache(config: CascadeConfig, device: torch.device, kv_cache: KVCache)
     remedy = f"the layout is {config.kv_layout}; view a cache stored as bytes in its own dtype"
     if isinstance(kv_cache, torch.Tensor):
         caches = {"kv_cache": kv_cache}
-        shape: tuple[int, ...] = (len(kv_cache), 2, *config.page_shape)
+        shape: tuple[int, ...] = (_length(kv_cache), 2, *config.page_shape)
     else:
+        if not isinstance(kv_cache, (tuple, list)):
+            raise InvalidBatchError(f"{told('kv_cache', kv_cache)}: pass one 5-D tensor, or (k, v)")
         if len(kv_cache) != 2:
             raise InvalidBatchError(f"kv_cache holds {len(kv_cache)} tensors: pass one 5-D tensor, or (k, v)")
         caches = {"kv_cache[0]": kv_cache[0], "kv_cache[1]": kv_cache[1]}
-        shape = (len(kv_cache[0]), *config.page_shape)
+        shape = (_length(kv_cache[0]), *config.page_shape)
     for name, cache in caches.items():
         _check(name, cache, shape, getattr(torch, config.kv_dtype), device, remedy)
     if len({cache.stride() for cache in caches.values()}) > 1:
@@ -126,3 +148,8 @@ def _check_cache(config: CascadeConfig, device: torch.device, kv_cache: KVCache)
             f"K has strides {kv_cache[0].stride()} and V {kv_cache[1].stride()}: the kernels take one set of "
             "strides for both, allocate them alike"
         )
+
+
+def _length(x: Any) -> int:
+    """Of the first dimension, which is free; 0 for what has none."""
+    return len(x) if isinstance(x, torch.Tensor) and x.ndim else 0

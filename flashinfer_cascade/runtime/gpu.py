@@ -54,6 +54,11 @@ class GpuExecutors:
                 f"device={str(device)!r}, but torch {torch.__version__} sees no CUDA device: use device='cpu', which "
                 "runs the reference executor"
             )
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise BackendUnavailableError(
+                f"device={str(device)!r}, but torch sees {torch.cuda.device_count()} CUDA devices: count from cuda:0, "
+                "and look at CUDA_VISIBLE_DEVICES"
+            )
         import_flashinfer()
         self._config = config
         self.device = device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", say

@@ -273,8 +273,8 @@ class CapturedLevels:
                 f"the plan's own KV is longer than the graph's kernels ({self.shape}) take uncut: add fa2 to the "
                 "shape's own kernels, or run it eagerly"
             )
-        what = f"the plan for a graph of {self.bucket} ({self.shape})"
-        return capacity_error(what, lacking, "Plan with the capacity of this graph, or run it eagerly")
+        where = f"a graph for {self.bucket} ({self.shape})"
+        return capacity_error("the plan", lacking, "Plan with the capacity of this graph, or run it eagerly", where)
 
     def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""

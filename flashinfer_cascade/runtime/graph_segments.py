@@ -172,9 +172,9 @@ class CapturedSegments:
 
     def misfit(self, plan: CascadePlan) -> CapacityError:
         """See `graph_state.GraphExecutor.misfit`."""
-        what = f"the plan for a graph of {self.bucket} ({self.shape})"
+        where = f"a graph for {self.bucket} ({self.shape})"
         remedy = "Plan with the capacity of this graph, or run it eagerly"
-        return capacity_error(what, self.capacity.lacks(plan.usage()), remedy)
+        return capacity_error("the plan", self.capacity.lacks(plan.usage()), remedy, where)
 
     def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""

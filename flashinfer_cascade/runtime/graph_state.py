@@ -15,6 +15,7 @@ from flashinfer_cascade.runtime.call import (
     LayerCall,
     check_pages,
     check_plan,
+    check_scale,
     check_tensors,
     num_cache_pages,
 )
@@ -85,12 +86,13 @@ class GraphState:
         sizes = {"num_rows": (plan.num_rows, bucket.num_rows), "num_requests": (plan.num_requests, bucket.num_requests)}
         over = {name: pair for name, pair in sizes.items() if pair[0] > pair[1]}
         if over:
-            raise capacity_error(f"the plan for a graph of {bucket}", over, "Take a larger graph, or run it eagerly")
+            raise capacity_error("the plan", over, "Take a larger graph, or run it eagerly", f"a graph for {bucket}")
         if bucket.kind == "decode" and plan.num_rows > plan.num_requests:
             raise capacity_error(
-                f"the plan for a graph of {bucket}",
+                "the plan",
                 {"rows a request": (int((plan.qo_indptr[1:] - plan.qo_indptr[:-1]).max()), 1)},
                 "Take a graph for appends, or run it eagerly",
+                f"a graph for {bucket}",
             )
         return self._executor.lay(plan, levels, Needs.of(bucket, plan, levels))
 
@@ -179,10 +181,11 @@ class GraphState:
 
         Raises:
             CascadeError: the last load failed.
-            InvalidBatchError: a tensor contradicts the bucket or the configuration.
+            InvalidBatchError: a tensor contradicts the bucket or the configuration, or a scale is not finite.
         """
         if not self._is_ready:
             raise CascadeError("the last load into this graph state failed: load a plan that fits before run")
+        k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
         check_tensors(self._config, self._device, self.bucket.num_rows, q, kv_cache, sinks, out)
         # Every replay reads this cache: later plans are held against the smallest one.
         num_pages = num_cache_pages(kv_cache)

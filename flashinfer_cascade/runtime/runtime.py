@@ -11,13 +11,24 @@ from typing import Literal, Protocol, overload
 import torch
 
 from flashinfer_cascade.config import CascadeConfig
-from flashinfer_cascade.errors import CascadeError, InvalidBatchError, UnsupportedError
+from flashinfer_cascade.errors import CascadeError, InvalidBatchError, UnsupportedError, check_type
 from flashinfer_cascade.plan import CascadePlan, PartName, PlanPart
 from flashinfer_cascade.runtime import ops
-from flashinfer_cascade.runtime.call import KVCache, LayerCall, check_pages, check_plan, check_tensors, num_cache_pages
+from flashinfer_cascade.runtime.call import (
+    KVCache,
+    LayerCall,
+    check_pages,
+    check_plan,
+    check_scale,
+    check_tensors,
+    num_cache_pages,
+)
 from flashinfer_cascade.runtime.graph_state import GraphExecutor, GraphState
 from flashinfer_cascade.runtime.reference import ReferenceExecutors
-from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, make_bucket
+from flashinfer_cascade.runtime.shapes import AnyShape, Bucket, check_shape, make_bucket
+
+DEVICES = "use 'cuda' or 'cuda:0', say, or 'cpu' for the reference executor"
+"""What to do about a device that none of this runs on."""
 
 
 @dataclass(slots=True)
@@ -64,13 +75,15 @@ class CascadeRuntime:
         number: names the runtime within this process, for `ops.attention`.
 
     Raises:
+        InvalidBatchError: `config` is none.
         UnsupportedError: no executor runs on `device`.
         BackendUnavailableError: the device, or FlashInfer, is missing.
     """
 
     def __init__(self, config: CascadeConfig, device: str | torch.device = "cuda") -> None:
+        check_type("config", config, CascadeConfig, "give a CascadeConfig")
         self.config = config
-        self.device = torch.device(device)
+        self.device = _device(device)
         self.stats = RuntimeStats()
         self.number = ops.register(self)
         self._plan: CascadePlan | None = None
@@ -86,7 +99,7 @@ class CascadeRuntime:
             self._executors = GpuExecutors(config, self.device)
             self.device = self._executors.device
         else:
-            raise UnsupportedError(f"device={str(device)!r}: use 'cuda', or 'cpu' for the reference executor")
+            raise UnsupportedError(f"device={str(device)!r}: {DEVICES}")
 
     def load(self, plan: CascadePlan) -> None:
         """Make `plan` the one that `run` executes.
@@ -142,8 +155,11 @@ class CascadeRuntime:
         A load into any of them replaces what was loaded into the others.
 
         Raises:
+            InvalidBatchError: a shape is none.
             UnsupportedError: as for `graph_state`.
         """
+        for _, shape in graphs:
+            check_shape(shape)
         executors = self._executors.graphs(graphs)
         return [GraphState(self.config, self.device, executor) for executor in executors]
 
@@ -153,7 +169,12 @@ class CascadeRuntime:
 
     @contextlib.contextmanager
     def using(self, state: GraphState) -> Iterator[None]:
-        """Within it, `run` goes to a graph's state rather than to the loaded plan."""
+        """Within it, `run` goes to a graph's state rather than to the loaded plan.
+
+        Raises:
+            InvalidBatchError: `state` is none.
+        """
+        check_type("state", state, GraphState, "give a state that graph_state made")
         before, self._state = self._state, state
         try:
             yield
@@ -222,7 +243,8 @@ class CascadeRuntime:
 
         Raises:
             CascadeError: no plan is loaded.
-            InvalidBatchError: a tensor contradicts the plan or the configuration, or the plan has no such part.
+            InvalidBatchError: a tensor contradicts the plan or the configuration, a scale is not finite, or the plan
+                has no such part.
         """
         if self._state is not None:
             if part is not None:
@@ -235,6 +257,7 @@ class CascadeRuntime:
             raise CascadeError("no plan is loaded: call load(plan) before run")
         plan = self._plan
         selected = _select(plan, part)
+        k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
         check_tensors(self.config, self.device, plan.num_rows, q, kv_cache, sinks, out)
         # Layers have caches of one size: it is held against the plan once.
         num_pages = num_cache_pages(kv_cache)
@@ -261,9 +284,18 @@ def _select(plan: CascadePlan, part: PartName | PlanPart | None) -> list[int]:
     """Positions in `CascadePlan.parts`."""
     if part is None:
         return list(range(len(plan.parts)))
+    check_type("part", part, str | PlanPart, "give the name of one of the plan's parts, or one of plan.parts")
     for number, candidate in enumerate(plan.parts):
         if candidate is part or candidate.name == part:
             return [number]
     names = " and ".join(repr(candidate.name) for candidate in plan.parts)
     asked = part if isinstance(part, str) else f"{part.name} of another plan"
     raise InvalidBatchError(f"the loaded plan has no part {asked!r}, only {names}: load its plan, or skip the call")
+
+
+def _device(given: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedError(f"device={given!r}: {DEVICES}") from error
+    return torch.device("cpu") if device.type == "cpu" else device  # torch counts no CPUs

@@ -22,7 +22,7 @@ from flashinfer_cascade.cost import (
     TILES,
     Backend,
 )
-from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError
+from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError, check_type, with_article
 from flashinfer_cascade.lower import Tiling
 from flashinfer_cascade.segment_cost import MAX_GROUP_SIZE
 
@@ -82,14 +82,15 @@ def make_bucket(
         bucket = Bucket("decode", batch_size, batch_size)  # type: ignore[arg-type]
     else:
         bucket = Bucket("append", num_tokens, config.max_batch_size if max_requests is None else max_requests)
-    sizes: tuple[tuple[str, Any, int], ...] = (
-        ("rows", bucket.num_rows, config.max_num_rows),
-        ("requests", bucket.num_requests, config.max_batch_size),
+    sizes: tuple[tuple[str, Any, str, int], ...] = (
+        ("rows", bucket.num_rows, "max_num_rows", config.max_num_rows),
+        ("requests", bucket.num_requests, "max_batch_size", config.max_batch_size),
     )
-    for name, value, limit in sizes:
+    for name, value, field, limit in sizes:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= limit:
             raise InvalidBatchError(
-                f"a {bucket.kind} bucket of {value!r} {name}: give 1 to {limit}, or raise the limit in CascadeConfig"
+                f"{with_article(bucket.kind)} bucket of {value!r} {name}: give 1 to {limit}, or raise {field} in "
+                "CascadeConfig"
             )
     return Bucket(bucket.kind, int(bucket.num_rows), min(int(bucket.num_requests), int(bucket.num_rows)))
 
@@ -151,6 +152,18 @@ class SegmentShape(NamedTuple):
 AnyShape = GraphShape | SegmentShape | StockShape
 
 
+def check_shape(shape: object) -> None:
+    """Refuse what is no shape; None takes a default.
+
+    Raises:
+        InvalidBatchError: it is of another type.
+    """
+    if shape is not None:
+        check_type(
+            "shape", shape, AnyShape, "give a SegmentShape, GraphShape or StockShape of flashinfer_cascade.runtime"
+        )
+
+
 class SegmentRoom(NamedTuple):
     """What a bucket reserves for the segments' kernels.
 
@@ -174,7 +187,7 @@ class SegmentRoom(NamedTuple):
         cut = runs * max(tiling.narrow_rows // config.group_size, 1) + (blocks + 1) * per_tile
         partials = (PARTIALS_PER_ROW if shares else 1) * rows + cut
         # A forest has fewer shared nodes than requests.
-        segments = (2 if shares else 1) * requests
+        segments = 2 * requests - 1 if shares else requests
         return cls(segments, partials, blocks + 2 * (partials // per_tile + segments))
 
 

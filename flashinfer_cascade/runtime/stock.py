@@ -147,9 +147,9 @@ class CapturedStock:
 
     def misfit(self, plan: CascadePlan) -> CapacityError:
         """See `graph_state.GraphExecutor.misfit`."""
-        what = f"the plan for a graph of {self.bucket} ({self.shape})"
+        where = f"a graph for {self.bucket} ({self.shape})"
         lacking = self.capacity.lacks(plan.usage())
-        return capacity_error(what, lacking, "Plan with the capacity of this graph, or run it eagerly")
+        return capacity_error("the plan", lacking, "Plan with the capacity of this graph, or run it eagerly", where)
 
     def load(self, plan: CascadePlan, laid: Laid) -> None:
         """See `graph_state.GraphExecutor.load`."""

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flashinfer_cascade import CascadeConfig, CascadePlanner, InvalidBatchError
-from flashinfer_cascade.bench.calibrate import HELD_OUT, fit, read_samples, report
+from flashinfer_cascade.bench.calibrate import CONSTANTS, HELD_OUT, fit, read_samples, report
 from flashinfer_cascade.bench.results import read_record
 from flashinfer_cascade.cli import app
 from flashinfer_cascade.profile import PROFILES, read_profile
@@ -69,10 +69,34 @@ def test_the_command_writes_a_profile_that_the_planner_takes(tmp_path):
     result = CliRunner().invoke(app, ["calibrate", str(RECORD), "--out", str(out), "--name", "mine"])
     assert result.exit_code == 0, result.output
     assert "held out" in result.output
+    assert "warning" not in result.stderr
     profile = read_profile(out)
     assert profile.name == "mine"
     config = CascadeConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
     assert CascadePlanner(config, profile=profile).plan([[0]], [3]).parts[0].predicted_us
+
+
+def test_the_command_warns_of_constants_that_nothing_tells_of(tmp_path):
+    record = read_record(RECORD)
+    for missing, told, constant in (
+        (["segments"], "segments", "segment_"),
+        (["flat", "levels"], "flat or levels", "hbm_"),
+    ):
+        rows = [
+            row.model_copy(update={"results": {name: us for name, us in row.results.items() if name not in missing}})
+            for row in record.rows[:9]
+        ]
+        path, out = tmp_path / "record.json", tmp_path / "profile.json"
+        path.write_text(record.model_copy(update={"rows": rows}).model_dump_json())
+        result = CliRunner().invoke(app, ["calibrate", str(path), "--out", str(out)])
+        assert result.exit_code == 0, result.output
+        assert f"warning: no time of {told} to fit to, so these stay as in h200: {constant}" in result.stderr
+        assert result.stderr.count("warning") == 1
+        fitted = read_profile(out)
+        untouched = [
+            n for executors, names in CONSTANTS.items() if told == executors.replace(", ", " or ") for n in names
+        ]
+        assert all(getattr(fitted, name) == getattr(BASE, name) for name in untouched)
 
 
 @pytest.mark.parametrize(

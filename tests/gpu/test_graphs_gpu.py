@@ -349,7 +349,9 @@ def test_refusals_touch_nothing(served, device):
     appends = CascadePlanner(CFG).plan([[1]], [3], [3])
     with pytest.raises(CapacityError, match="rows in append graphs 3 > 0"):
         pool.replay(appends, q=make_q(CFG, 3, device=device))
-    with pytest.raises(InvalidBatchError, match=r"input q is torch.bfloat16 \[5, 8, 128\]; expected"):
+    with pytest.raises(
+        InvalidBatchError, match=r"input q is torch.bfloat16 \[5, 8, 128\] on cuda:0; expected a tensor"
+    ):
         pool.replay(plan, q=make_q(CFG, 5, device=device))
     with pytest.raises(InvalidBatchError, match=r"inputs \['x'\] given, but the graphs were captured with \['q'\]"):
         pool.replay(plan, x=q)

@@ -176,7 +176,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
     state.load(plan_of([[r] for r in range(8)], executor="segments"))
     before = executor._buffers.on_device.clone()
     shared = plan_of(PAIRS, executor="segments")
-    with pytest.raises(CapacityError, match=r"a graph of decode 8 \(segments, nothing shared\) .* num_segments 12 > 8"):
+    with pytest.raises(
+        CapacityError, match=r"a graph for decode 8 \(segments, nothing shared\): .*num_segments 12 > 8"
+    ):
         state.load(shared)
     assert torch.equal(executor._buffers.on_device, before)
     assert CascadePlanner(CONFIG).plan(PAIRS, [32] * 8, capacity=state.capacity).num_levels == 1

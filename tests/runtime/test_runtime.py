@@ -159,8 +159,38 @@ def test_run_before_load():
 
 
 def test_devices_without_an_executor():
-    with pytest.raises(UnsupportedError, match="device='meta': use 'cuda', or 'cpu' for the reference executor"):
-        CascadeRuntime(config(), device="meta")
+    for device, told in (("meta", "'meta'"), ("bogus", "'bogus'"), (None, "None"), ([1], r"\[1\]")):
+        with pytest.raises(UnsupportedError, match=f"device={told}: use 'cuda' or 'cuda:0', say, or 'cpu' for the ref"):
+            CascadeRuntime(config(), device=device)
+
+
+def test_a_cpu_of_any_number_is_the_cpu():
+    runtime = CascadeRuntime(config(), device="cpu:3")
+    runtime.load(CascadePlanner(config()).plan([[0]], [3]))
+    assert runtime.run(make_q(config(), 1), make_kv_cache(config(), 1)).device == torch.device("cpu")
+
+
+def test_a_gpu_beyond_those_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        BackendUnavailableError, match="device='cuda:2', but torch sees 2 CUDA devices: count from cuda:0"
+    ):
+        CascadeRuntime(config(), device="cuda:2")
+
+
+def test_what_is_no_configuration_or_state():
+    with pytest.raises(InvalidBatchError, match="config is None: give a CascadeConfig"):
+        CascadeRuntime(None, device="cpu")
+    runtime = CascadeRuntime(config(), device="cpu")
+    for state in (None, runtime):
+        with (
+            pytest.raises(InvalidBatchError, match=r"state is .*: give a state that graph_state made"),
+            runtime.using(state),
+        ):
+            pass
+    with pytest.raises(InvalidBatchError, match="shape is 5: give a SegmentShape, GraphShape or StockShape"):
+        runtime.graph_state(2, shape=5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -175,7 +205,7 @@ def test_a_plan_of_another_configuration():
     other = CascadePlanner(config(window_left=64, num_kv_heads=4)).plan(*MIXED)
     with pytest.raises(InvalidBatchError, match="the plan was made with num_kv_heads=4, window_left=64, unlike"):
         runtime.load(other)
-    with pytest.raises(InvalidBatchError, match="load takes a CascadePlan, not a NoneType"):
+    with pytest.raises(InvalidBatchError, match="plan is None: give the CascadePlan that planner"):
         runtime.load(None)
     assert runtime.stats.loads == 1
     with pytest.raises(CascadeError, match="no plan is loaded"):
@@ -192,6 +222,12 @@ Q, CACHE = make_q(CFG, MIXED.num_rows), make_kv_cache(CFG, MIXED.num_pages)
         ({"q": Q[:-1]}, r"q is torch.bfloat16 \[21, 4, 64\] on cpu; expected torch.bfloat16 \[22, 4, 64\] on cpu"),
         ({"q": Q.half()}, r"q is torch.float16 .*; expected torch.bfloat16"),
         ({"q": Q.to("meta")}, r"q is .* on meta; expected .* on cpu"),
+        ({"q": None}, r"q is None; expected a torch.Tensor, torch.bfloat16 \[22, 4, 64\]: pass the rows of the batch"),
+        ({"q": Q.float().numpy()}, "q is a ndarray; expected a torch.Tensor"),
+        ({"kv_cache": None}, r"kv_cache is None: pass one 5-D tensor, or \(k, v\)"),
+        ({"kv_cache": {"k": CACHE[:, 0], "v": CACHE[:, 1]}}, "kv_cache is a dict: pass one 5-D tensor"),
+        ({"kv_cache": (None, CACHE[:, 1])}, r"kv_cache\[0\] is None; expected a torch.Tensor"),
+        ({"kv_cache": torch.zeros((), dtype=torch.bfloat16)}, r"kv_cache is torch.bfloat16 \[\] on cpu"),
         ({"q": Q.flatten(1)}, r"q is torch.bfloat16 \[22, 256\] on cpu"),
         ({"kv_cache": CACHE[:-1]}, "the plan reads page 9, but kv_cache holds 9 pages"),
         ({"kv_cache": CACHE.float()}, "kv_cache is torch.float32"),
@@ -204,6 +240,14 @@ Q, CACHE = make_q(CFG, MIXED.num_rows), make_kv_cache(CFG, MIXED.num_pages)
         ({"out": Q[:-1]}, r"out is torch.bfloat16 \[21, 4, 64\]"),
         ({"out": Q.float()}, r"out is torch.float32"),
         ({"sinks": torch.zeros(3)}, r"sinks is torch.float32 \[3\] on cpu; expected torch.float32 \[4\]"),
+        ({"sinks": [0.0] * 4}, r"sinks is a list; expected a torch.Tensor, torch.float32 \[4\]"),
+        ({"k_scale": None}, "k_scale is None: give a finite number"),
+        ({"k_scale": math.nan}, "k_scale is nan: give a finite number"),
+        ({"v_scale": -math.inf}, "v_scale is -inf: give a finite number"),
+        ({"v_scale": "1"}, "v_scale is '1': give a finite number"),
+        ({"v_scale": True}, "v_scale is True: give a finite number"),
+        ({"k_scale": torch.ones(())}, "k_scale is a Tensor: give a finite number"),
+        ({"part": 5}, "part is 5: give the name of one of the plan's parts"),
         ({"sinks": torch.zeros(4).half()}, r"sinks is torch.float16 \[4\]"),
         ({"part": "prefill"}, "the loaded plan has no part 'prefill', only 'decode' and 'append'"),
         ({"part": CascadePlanner(CFG).plan(*MIXED).parts[0]}, "no part 'decode of another plan'"),
@@ -216,6 +260,12 @@ def test_the_edge_is_checked(changes, match):
         runtime.run(**({"q": Q, "kv_cache": CACHE, "out": out} | changes))
     assert out.isnan().all(), "nothing is written before everything is checked"
     assert runtime.stats.runs == 0
+
+
+def test_scales_of_any_numeric_type():
+    runtime, _ = loaded(CFG, MIXED)
+    expected = runtime.run(Q, CACHE, k_scale=2.0, v_scale=0.5)
+    assert torch.equal(runtime.run(Q, CACHE, k_scale=2, v_scale=np.float32(0.5)), expected)
 
 
 def test_hnd_caches():

@@ -171,6 +171,24 @@ def check_slots_that_hold_nan():
     assert_close(out, oracle, plain_attention(config, q, whole, *batch))
 
 
+def check_appends_longer_than_a_tile():
+    """Of a full tile of KV the first rows see a part, the last ones all, and some nothing."""
+    config = CascadeConfig(**BASE)
+    seq_lens, qo_lens = [32 + 200, 32 + 130, 32 + 64], [150, 70, 64]
+    tables = [[0, 1, *range(10 + 20 * request, 25 + 20 * request)] for request in range(3)]
+    batch = RandomBatch(tables, seq_lens, qo_lens)
+    plan = CascadePlanner(config, PlannerPolicy(executor="segments", fold=False)).plan(*batch)
+    wide = lower(plan, plan.parts[0], TILING).wide
+    full, seen = ((wide[:, field] - wide[:, 3]) // TILING.wide_tokens for field in (4, 5))
+    assert (seen < full).any()
+    q, kv_cache = make_q(config, batch.num_rows), make_kv_cache(config, 80)
+    for loops in (False, True):
+        out, lse, _ = run(config, plan, q, kv_cache, loops=loops)
+        oracle, oracle_lse = dense_attention(config, q, kv_cache, *batch)
+        assert_close(out, oracle, plain_attention(config, q, kv_cache, *batch))
+        assert_lse_close(lse, oracle_lse, q.dtype)
+
+
 def check_all():
     used = set()
     for name in CASES:
@@ -183,6 +201,8 @@ def check_all():
     check_request_that_is_nan()
     check_slots_that_hold_nan()
     print("NaN")
+    check_appends_longer_than_a_tile()
+    print("long appends")
 
 
 def test_in_the_interpreter():
@@ -197,4 +217,4 @@ def test_in_the_interpreter():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [*CASES, "NaN"]
+    assert done.stdout.splitlines() == [*CASES, "NaN", "long appends"]

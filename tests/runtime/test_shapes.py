@@ -135,6 +135,35 @@ def test_segment_graphs_have_room_for_what_their_capacity_admits(heads, max_new,
     assert (num_wide > 0) == (cfg.group_size > 1)
 
 
+@pytest.mark.parametrize(
+    ("bucket", "shares", "room"),
+    [
+        # 165 runs on narrow tiles of two rows, 33 + 1 wide blocks of 16; no cut is left out for want of room.
+        (make_bucket(CFG, 64), False, (64, 64 + 330 + 544, 33 + 2 * (58 + 64))),
+        (make_bucket(CFG, 64), True, (127, 8 * 64 + 330 + 544, 33 + 2 * (86 + 127))),
+        (make_bucket(CFG, None, 256, 40), True, (79, 8 * 256 + 330 + 544, 33 + 2 * (182 + 79))),
+    ],
+    ids=str,
+)
+def test_what_a_segment_graph_reserves(bucket, shares, room):
+    assert SegmentRoom.of(CFG, bucket, Tiling.of(CFG, SMS, is_native=True), shares) == room
+
+
+@pytest.mark.parametrize("requests", [1, 2, 16, 33])
+def test_a_segment_graph_has_room_for_as_many_segments_as_a_tree_can_have(requests):
+    # Each request parts from the one before it a page later; or, where none shares, each has its own segment alone.
+    tiling = Tiling.of(CFG, SMS, is_native=True)
+    policy = PlannerPolicy(executor="segments", fold=False, max_levels=64)
+    for shares, prefix in ((True, lambda r: range(min(r + 1, requests - 1))), (False, lambda r: ())):
+        room = SegmentRoom.of(CFG, make_bucket(CFG, requests), tiling, shares)
+        tables = [[*prefix(r), 9000 + r] for r in range(requests)]
+        lens = [16 * len(table) for table in tables]
+        most = PlanCapacity(num_segments=room.num_segments)
+        plan = CascadePlanner(CFG, policy).plan(tables, lens, capacity=most)
+        assert plan == CascadePlanner(CFG, policy).plan(tables, lens)
+        assert plan.num_segments == room.num_segments
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_cuts_give_way_where_room_is_short(native):
     """A chain of prefixes with as many (segment, row) pairs as there is room for leaves none for cuts."""
