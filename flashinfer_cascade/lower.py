@@ -10,7 +10,7 @@ Nothing here is part of a plan: the same plan may be lowered for another GPU, or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,12 @@ from flashinfer_cascade.native_lower import (
     make_tiles,
 )
 from flashinfer_cascade.plan import CascadePlan, PlanPart
+
+LIGHT_TOKENS = 400
+"""KV tokens of wide tiles for each SM, below which they had better leave it room for narrow items.
+
+Source: of the trees that docs/benchmarks.md measures, those of 250 to 310 are 3 to 15% faster so, those of 530 slower.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,23 @@ class Tiling:
             max_finished=2,
             is_native=True,
         )
+
+    def for_part(self, plan: CascadePlan, part: PlanPart) -> Tiling:
+        """These tiles, or for little wide work beside more of narrow items, those of Triton's wide kernel.
+
+        A block of the CUDA kernel fills its SM, and keeps narrow items from it until it ends.
+        """
+        if not self.has_native_wide:
+            return self
+        where = slice(part.seg_begin, part.seg_end)
+        rows, kv_len = plan.seg_num_rows[where].astype(np.int64), plan.seg_kv_len[where].astype(np.int64)
+        group_size, kv_heads = plan.config.group_size, plan.config.num_kv_heads
+        is_wide = rows * group_size > self.narrow_rows
+        tiles = -(-rows // (self.wide_rows // group_size))
+        wide, narrow = int((tiles * kv_len)[is_wide].sum()), int(kv_len[~is_wide].sum())
+        if not 0 < wide * kv_heads < LIGHT_TOKENS * self.num_sms or narrow < wide:
+            return self
+        return replace(self, wide_tiles=1, has_native_wide=False)
 
     def num_runs(self, blocks_per_sm: int, num_kv_heads: int) -> int:
         """Runs of a stream over each KV head."""

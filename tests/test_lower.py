@@ -239,3 +239,25 @@ def test_wide_segments_are_cut_until_all_sms_have_work():
     assert 0.8 <= len(lowered.wide) * 8 / (tiling.num_sms * tiling.wide_blocks) <= 1.2
     assert (np.diff(lengths) <= 0).all()
     assert lengths.sum() == 1024 * 16
+
+
+def test_little_wide_work_leaves_room_for_narrow_items():
+    config = config_of((32, 8), 16)
+    tiling = Tiling.of(config, 132, is_native=True, has_native_wide=True)
+
+    def tiles_of(shared, own, requests):
+        tables, fresh = [], 10_000
+        for _ in range(requests):
+            tables.append([*range(shared // 16), *range(fresh, fresh + own // 16)])
+            fresh += own // 16
+        plan = CascadePlanner(config, PlannerPolicy(executor="segments")).plan(tables, [shared + own] * requests)
+        return tiling.for_part(plan, plan.parts[0])
+
+    light = tiles_of(256, 32, 256)
+    assert (light.has_native_wide, light.wide_tiles, light.is_native) == (False, 1, True)
+    assert tiles_of(1024, 32, 256) == tiling
+    assert tiles_of(1024, 64, 8) == tiling, "less than wide work, so nothing to leave room for"
+    assert tiles_of(0, 512, 16) == tiling, "nothing wide"
+    plain = Tiling.of(config, 132, is_native=True)
+    plan = CascadePlanner(config).plan([[1, 2], [1, 3]], [32, 32])
+    assert plain.for_part(plan, plan.parts[0]) == plain
