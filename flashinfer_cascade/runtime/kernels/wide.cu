@@ -72,6 +72,26 @@ __device__ __forceinline__ void hold(float (&x)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
+// Of four lanes that hold one of four columns of a row each, every lane gets a row of its own.
+__device__ __forceinline__ void transpose_4(u32 (&x)[4], int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 got = __shfl_xor_sync(ALL, lane & 1 ? x[i] : x[i + 1], 1);
+    if (lane & 1)
+      x[i] = got;
+    else
+      x[i + 1] = got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32 got = __shfl_xor_sync(ALL, lane & 2 ? x[i] : x[i + 2], 2);
+    if (lane & 2)
+      x[i] = got;
+    else
+      x[i + 2] = got;
+  }
+}
+
 #define FLOATS_8(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
 #define FLOATS_32(x, i) FLOATS_8(x, i), FLOATS_8(x, i + 8), FLOATS_8(x, i + 16), FLOATS_8(x, i + 24)
 
@@ -189,24 +209,27 @@ __device__ __forceinline__ void produce(Turn turn, const Shared& shared, const u
     const int head = turn.head(), second_head = pairs ? min(head + 1, NUM_KV_HEADS - 1) : head;
     turn.go_on();
     const Item next_item = turn.item();
+    int rows[2][HALF / ROWS_AT_ONCE];
+#pragma unroll
+    for (int group = 0; group < 2; group++)
+#pragma unroll
+      for (int i = 0; i < HALF / ROWS_AT_ONCE; i++) {
+        const int packed = group * HALF + own_row + i * ROWS_AT_ONCE;
+        rows[group][i] = item.first_row() + (packed < packed_rows ? packed / GROUP : 0);
+#if HAS_ROW_MAP
+        if (group == 0 || together) rows[group][i] = __ldg(row_map + rows[group][i]);
+#endif
+      }
 #pragma unroll
     for (int group = 0; group < 2; group++) {
       if (group && !together && !pairs) break;
       const int of_head = group ? second_head : head, first = together ? group * HALF + own_row : own_row;
-      int rows[HALF / ROWS_AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < HALF / ROWS_AT_ONCE; i++) {
-        const int packed = first + i * ROWS_AT_ONCE;
-        rows[i] = packed < packed_rows ? item.first_row() + packed / GROUP : item.first_row();
-#if HAS_ROW_MAP
-        rows[i] = __ldg(row_map + rows[i]);
-#endif
-      }
       wait_for(shared.wants_queries + to_queries.stage * 8, to_queries.turn ^ 1);
 #pragma unroll
       for (int i = 0; i < HALF / ROWS_AT_ONCE; i++) {
         const int packed = first + i * ROWS_AT_ONCE;
-        const u16* from = q + rows[i] * q_row_stride + (of_head * GROUP + packed % GROUP) * q_head_stride + chunk * 8;
+        const i64 row = together && group ? rows[1][i] : rows[0][i];
+        const u16* from = q + row * q_row_stride + (of_head * GROUP + packed % GROUP) * q_head_stride + chunk * 8;
         copy_or_clear(shared.queries + to_queries.stage * TILE_BYTES + to_own + i * ROWS_AT_ONCE * 128, from,
                       packed < packed_rows);
       }
@@ -516,10 +539,18 @@ __device__ __forceinline__ void consume(Turn turn, const Shared& shared, const i
         }
         const i64 piece = (i64)to_place[i] * NUM_HEADS + to_head;
         u16* to = is_lone ? out + to_place[i] * out_row_stride + to_head * out_head_stride : partials + piece * HEAD_DIM;
-        if (is_real) {
 #pragma unroll
-          for (int block = 0; block < CHUNKS; block++)
-            *(u32*)(to + block * 8 + lane % 4 * 2) = pack(acc[block * 4 + i * 2] * factor, acc[block * 4 + i * 2 + 1] * factor);
+        for (int block = 0; block < CHUNKS; block += 4) {
+          u32 x[4];
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            const int at = (block + k) * 4 + i * 2;
+            x[k] = pack(acc[at] * factor, acc[at + 1] * factor);
+          }
+          transpose_4(x, lane);
+          if (is_real) *(uint4*)(to + (block + lane % 4) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+        if (is_real) {
           if (lane % 4 == 0) {
             if (!is_lone) partial_lse[piece] = piece_lse;
 #if HAS_LSE
@@ -563,10 +594,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   __syncthreads();
   const Turn turn(items, counts ? __ldg(counts) : num_items, counts ? __ldg(counts + 1) : num_full);
   if (threadIdx.x >= 256) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
     produce(turn, shared, q, k_cache, v_cache, pages, row_map, q_row_stride, q_head_stride);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
     consume(turn, shared, row_map, row_pos, partial_indptr, partials, partial_lse, out, lse, sinks, scale, soft_cap,
             v_scale, out_row_stride, out_head_stride);
   }
