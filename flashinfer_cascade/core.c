@@ -825,8 +825,8 @@ i64 fic_steady(const model *m, const state *st, const i64 *slots, i64 n, const i
 /* lower.Tiling, and what of the configuration counts; native_lower.Tiles. */
 enum { MAX_BLOCKS = 4, FIELDS = 8, WINDOW = 32 }; /* as in native_lower.py */
 typedef struct {
-    i64 num_sms, group_size, num_kv_heads, wide_rows, wide_tokens, wide_blocks, min_cut, short_rows, short_tokens;
-    i64 narrow_rows, short_tile_tokens, narrow_tile_tokens, min_run_tiles, max_finished;
+    i64 num_sms, group_size, num_kv_heads, wide_rows, wide_tokens, wide_blocks, wide_tiles, min_cut, short_rows;
+    i64 short_tokens, narrow_rows, short_tile_tokens, narrow_tile_tokens, min_run_tiles, max_finished;
     i64 num_short_blocks, num_narrow_blocks, short_blocks[MAX_BLOCKS], narrow_blocks[MAX_BLOCKS];
 } tiles;
 
@@ -839,7 +839,7 @@ typedef struct {
 
 /* native_lower.LoweredRoom, and native_lower.Sizes. */
 typedef struct {
-    i64 num_wide, num_items[2], num_runs[2], num_partials, num_rows, page_begin;
+    i64 num_wide, num_double, num_items[2], num_runs[2], num_partials, num_rows, page_begin;
 } sizes;
 
 typedef struct {
@@ -1019,9 +1019,11 @@ static void write_stream(const segments *g, const i64 *seg, i64 n, const stream 
 }
 
 /* items.wide_items, and zeros behind them. scratch: 6 * n. */
-static void write_wide(const segments *g, const i64 *seg, i64 n, i64 per_tile, const i64 *chunk, const i64 *above,
-                       const i64 *number, i64 *scratch, int32_t *item, i64 most) {
-    i64 *length = scratch, *order = scratch + 2 * n, *spare = scratch + 4 * n, num = 0;
+static void write_wide(const segments *g, const i64 *seg, i64 n, i64 per_tile, i64 together, const i64 *chunk,
+                       const i64 *above, const i64 *number, i64 *scratch, int32_t *wide, i64 num_double, i64 num,
+                       i64 most) {
+    i64 *length = scratch, *order = scratch + 2 * n, *spare = scratch + 4 * n, per_item = per_tile * together;
+    int32_t *of_two = wide, *of_one = wide + num_double * FIELDS;
     for (i64 k = 0; k < n; k++) {
         i64 kv_len = g->kv_len[seg[k]];
         length[2 * k] = min_of(chunk[k], kv_len); /* all pieces but the last, and that */
@@ -1030,15 +1032,16 @@ static void write_wide(const segments *g, const i64 *seg, i64 n, i64 per_tile, c
     sort_falling(length, 2 * n, order, spare);
     for (i64 k = 0; k < 2 * n; k++) {
         i64 of = order[k] / 2, i = seg[of], kv_len = g->kv_len[i], row = g->row_begin[i] - g->row_0;
-        i64 last = (kv_len - 1) / chunk[of], num_tiles = ceil_div(g->num_rows[i], per_tile);
+        i64 last = (kv_len - 1) / chunk[of], blocks = ceil_div(g->num_rows[i], per_item);
         i64 seen = min_of((i64)g->row_pos[g->row_begin[i]] + 1 - g->kv_start[i], kv_len);
         i64 piece = order[k] % 2 ? last : 0, behind = order[k] % 2 ? last + 1 : last;
-        num += (behind - piece) * num_tiles;
         for (; piece < behind; piece++) {
             i64 begin = piece * chunk[of], end = min_of(begin + chunk[of], kv_len);
-            for (i64 tile = 0; tile < num_tiles; tile++, item += FIELDS) {
-                item[0] = (int32_t)(row + tile * per_tile);
-                item[1] = (int32_t)min_of(g->num_rows[i] - tile * per_tile, per_tile);
+            for (i64 block = 0; block < blocks; block++) {
+                i64 of_block = min_of(g->num_rows[i] - block * per_item, per_item);
+                int32_t **next = of_block > per_tile ? &of_two : &of_one, *item = *next;
+                *next += FIELDS;
+                item[0] = (int32_t)(row + block * per_item), item[1] = (int32_t)of_block;
                 item[2] = (int32_t)g->page_begin[i], item[3] = (int32_t)begin, item[4] = (int32_t)end;
                 item[5] = (int32_t)min_of(max_of(seen, begin), end);
                 item[6] = number[i] == 1 ? -1 : (int32_t)(above[i] + piece);
@@ -1046,7 +1049,7 @@ static void write_wide(const segments *g, const i64 *seg, i64 n, i64 per_tile, c
             }
         }
     }
-    if (most > num) memset(item, 0, (size_t)((most - num) * FIELDS) * sizeof(int32_t));
+    if (most > num) memset(wide + num * FIELDS, 0, (size_t)((most - num) * FIELDS) * sizeof(int32_t));
 }
 
 static i64 *take(i64 **memory, i64 count) {
@@ -1062,6 +1065,7 @@ i64 fic_lower(const tiles *t, const segments *g, const room *into, sizes *needed
     const i64 num_blocks[2] = {t->num_short_blocks, t->num_narrow_blocks};
     const i64 tile_tokens[2] = {t->short_tile_tokens, t->narrow_tile_tokens};
     i64 n = g->n, rows = g->rows, per_tile = t->wide_rows / t->group_size, num[3] = {0}, runs[2][MAX_BLOCKS], most[2];
+    i64 together = 1;
     for (int k = 0; k < 2; k++) {
         for (i64 b = 0; b < num_blocks[k]; b++) runs[k][b] = num_runs(t, blocks[k][b]);
         most[k] = runs[k][num_blocks[k] - 1];
@@ -1090,14 +1094,18 @@ i64 fic_lower(const tiles *t, const segments *g, const room *into, sizes *needed
         seg[kind[i]][num[kind[i]]++] = i;
     }
     for (int may_cut = 1; may_cut >= 0; may_cut--) {
-        needed->num_wide = needed->num_partials = 0;
+        needed->num_wide = needed->num_double = needed->num_partials = 0;
+        i64 of_two = 0; /* items, were two tiles together wherever there are */
         for (i64 k = 0; k < num[0]; k++) chunk[k] = g->kv_len[seg[0][k]];
         if (may_cut) cut_wide(t, g, seg[0], num[0], per_tile, chunk, scratch);
         for (i64 k = 0; k < num[0]; k++) {
             i64 i = seg[0][k];
             pieces[i] = ceil_div(g->kv_len[i], chunk[k]);
             needed->num_wide += ceil_div(g->num_rows[i], per_tile) * pieces[i];
+            of_two += ceil_div(ceil_div(g->num_rows[i], per_tile), t->wide_tiles) * pieces[i];
         }
+        together = of_two * t->num_kv_heads * 2 <= t->num_sms ? 1 : t->wide_tiles;
+        if (together > 1) needed->num_double = needed->num_wide - of_two, needed->num_wide = of_two;
         for (int k = 0; k < 2; k++) {
             const i64 *of = seg[1 + k];
             cut_stream(g, of, num[1 + k], runs[k], num_blocks[k], tile_tokens[k], t->min_run_tiles, may_cut, scratch,
@@ -1149,7 +1157,8 @@ i64 fic_lower(const tiles *t, const segments *g, const room *into, sizes *needed
         if (spare) memset(into->runs[k] + used * FIELDS, 0, (size_t)(spare * FIELDS) * sizeof(int32_t));
     }
     if (into->wide)
-        write_wide(g, seg[0], num[0], per_tile, chunk, above, number, scratch, into->wide, into->most.num_wide);
+        write_wide(g, seg[0], num[0], per_tile, together, chunk, above, number, scratch, into->wide,
+                   needed->num_double, needed->num_wide, into->most.num_wide);
     free(memory);
     return 0;
 }

@@ -89,6 +89,7 @@ class GraphPool:
         self._memory_pool = torch.cuda.graph_pool_handle() if runtime.device.type == "cuda" else None
         self._chosen: dict[tuple[Bucket, Needs], tuple[_Captured, int, tuple[int | None, ...]]] = {}
         self._refused: set[tuple[Bucket, AnyShape]] = set()
+        self._ahead: tuple[CascadePlan, _Captured, Laid] | None = None
         self.stats = PoolStats()
         self.memory_bytes = 0
 
@@ -122,6 +123,23 @@ class GraphPool:
         bucket = self._bucket(num_rows, requests)
         return self._roomiest(bucket).state.capacity
 
+    def load(self, plan: CascadePlan) -> None:
+        """Load the next replay's plan ahead, where its inputs are not known yet, and the host has nothing else to do.
+
+        Call it once the replay before has been launched: its copies wait on the stream for that. `replay` and `run` of
+        the same plan then do the rest; anything else that is loaded or replayed before takes its place.
+
+        Raises:
+            CapacityError: no captured graph takes the plan; nothing was touched.
+            InvalidBatchError: the plan reads pages that the captured KV caches do not hold; nothing was touched.
+        """
+        check_plan(self._runtime.config, plan)
+        self._order()
+        captured, laid = self._select(plan)
+        self._ahead = None  # should it fail
+        captured.state.load(plan, laid)
+        self._ahead = plan, captured, laid
+
     def replay(self, plan: CascadePlan, **inputs: torch.Tensor) -> Any:
         """Run the step for one batch through a graph.
 
@@ -142,9 +160,12 @@ class GraphPool:
         """
         check_plan(self._runtime.config, plan)
         self._check(plan, inputs)
+        if self._ahead is None or self._ahead[0] is not plan:
+            self.load(plan)
+        assert self._ahead is not None
+        _, captured, laid = self._ahead
+        self._ahead = None
         self._order()
-        captured, laid = self._select(plan)
-        captured.state.load(plan, laid)
         num_rows = plan.num_rows
         bucket_rows = captured.state.bucket.num_rows
         stale = slice(num_rows, min(self._written, bucket_rows))

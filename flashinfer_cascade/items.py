@@ -28,8 +28,10 @@ def pieces_above(
     return above, counts
 
 
-def wide_items(table: Int32Array, tiles: Int64Array, chunk: Int64Array, seen: Int64Array, per_tile: int) -> Int32Array:
-    """Items of wide segments: piece by piece, tile by tile, the longest first.
+def wide_items(
+    table: Int32Array, tiles: Int64Array, chunk: Int64Array, seen: Int64Array, per_tile: int, together: int
+) -> Int32Array:
+    """Items of wide segments: piece by piece, tile by tile, the longest first; those of two tiles before the others.
 
     Args:
         table: int32[num_segments, FIELDS], of each segment what an item of a stream has, but for its slot: the pieces
@@ -38,31 +40,34 @@ def wide_items(table: Int32Array, tiles: Int64Array, chunk: Int64Array, seen: In
         chunk: int64[num_segments], tokens of a piece.
         seen: int64[num_segments], tokens that all rows see.
         per_tile: rows of a tile.
+        together: tiles of an item, 1 or 2.
     """
     if not len(table):
         return np.zeros((0, FIELDS), np.int32)
     kv_len = table[:, 3]
     last = (kv_len - 1) // chunk  # piece
     # All but the last piece of a segment are equally long.
+    per_item, blocks = per_tile * together, -(-tiles // together)
     groups = np.stack((np.minimum(chunk, kv_len), kv_len - last * chunk), axis=1).reshape(-1)
-    counts = np.stack((tiles * last, tiles), axis=1).reshape(-1)
+    counts = np.stack((blocks * last, blocks), axis=1).reshape(-1)
     order = np.argsort(-groups, kind="stable")
     group = order.repeat(counts[order])
     seg, is_last = np.divmod(group, 2)
-    piece, tile = np.divmod(ranges(np.zeros(len(order), np.int64), counts[order]), tiles[seg])
+    piece, tile = np.divmod(ranges(np.zeros(len(order), np.int64), counts[order]), blocks[seg])
     piece += is_last * last[seg]
     of = table[seg]
     begin = piece * chunk[seg]
     end = np.minimum(begin + chunk[seg], of[:, 3])
     items = np.empty((len(seg), FIELDS), np.int32)
-    items[:, 0] = of[:, 0] + tile * per_tile
-    items[:, 1] = np.minimum(of[:, 1] - tile * per_tile, per_tile)
+    items[:, 0] = of[:, 0] + tile * per_item
+    items[:, 1] = np.minimum(of[:, 1] - tile * per_item, per_item)
     items[:, 2] = of[:, 2]
     items[:, 3], items[:, 4] = begin, end
     items[:, 5] = np.clip(seen[seg], begin, end)
     items[:, 6] = np.where(of[:, 5] == 1, -1, of[:, 6] + piece)
     items[:, 7] = of[:, 7]
-    return items
+    is_single = items[:, 1] <= per_tile
+    return items if together == 1 else np.concatenate((items[~is_single], items[is_single]))
 
 
 def stream_items(table: Int32Array, stream: Stream) -> Int32Array:

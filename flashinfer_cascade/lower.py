@@ -10,7 +10,7 @@ Nothing here is part of a plan: the same plan may be lowered for another GPU, or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,12 @@ from flashinfer_cascade.native_lower import (
 )
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 
+LIGHT_TOKENS = 400
+"""KV tokens of wide tiles for each SM, below which they had better leave it room for narrow items.
+
+Source: of the trees that docs/benchmarks.md measures, those of 250 to 310 are 3 to 15% faster so, those of 530 slower.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -42,9 +48,11 @@ class Tiling:
         num_sms: of the GPU.
         wide_rows: packed rows of a wide tile.
         wide_tokens: KV tokens of a wide tile; cuts are multiples of it.
-        wide_blocks: wide blocks that one SM runs at once.
+        wide_blocks: wide tiles that one SM works on at once.
+        wide_tiles: tiles of rows of one segment that a block takes together, 1 or 2. Items are of so many, unless half
+            the SMs would have none then.
         min_cut: KV tokens below which a wide segment is not cut.
-        short_rows: packed rows of a short tile; a segment of more is wide.
+        short_rows: packed rows of a short tile; a segment of more is wide. No more than narrow_rows: none is short.
         short_tokens: KV tokens above which a segment of more than narrow_rows is wide.
         narrow_rows: packed rows of a narrow tile.
         short_tile_tokens, narrow_tile_tokens: KV tokens of a short and of a narrow tile.
@@ -54,12 +62,14 @@ class Tiling:
         max_finished: pieces above a narrow item of one row that it merges itself, rather than leave a piece to be
             merged; the kernels that wrote them must have run before.
         is_native: whether narrow items run on the CUDA kernel.
+        has_native_wide: whether wide ones do.
     """
 
     num_sms: int
     wide_rows: int = 64
     wide_tokens: int = 64
     wide_blocks: int = 2
+    wide_tiles: int = 1
     min_cut: int = 384
     short_rows: int = 32
     short_tokens: int = 128
@@ -71,29 +81,53 @@ class Tiling:
     min_run_tiles: int = 2
     max_finished: int = 0
     is_native: bool = False
+    has_native_wide: bool = False
 
     @classmethod
-    def of(cls, config: CascadeConfig, num_sms: int, is_native: bool) -> Tiling:
+    def of(cls, config: CascadeConfig, num_sms: int, is_native: bool, has_native_wide: bool = False) -> Tiling:
         """The tiles for a configuration.
 
         Args:
             config: the attention.
             num_sms: of the GPU.
             is_native: whether the CUDA kernel for narrow items can be compiled. It takes KV of 16 bits.
+            has_native_wide: whether that for wide items can. It takes KV of 16 bits and a head_dim of 64 or 128.
         """
         wide_blocks = 2 if config.head_dim <= 128 else 1
         if not is_native or config.kv_dtype != config.dtype:
             return cls(num_sms, wide_blocks=wide_blocks)
+        has_native_wide = has_native_wide and config.head_dim in (64, 128)
+        narrow_rows = 8 if config.group_size <= 8 else 16
         return cls(
             num_sms,
+            short_rows=narrow_rows if has_native_wide else 32,
             wide_blocks=wide_blocks,
-            narrow_rows=8 if config.group_size <= 8 else 16,
+            wide_tiles=2 if has_native_wide else 1,
+            has_native_wide=has_native_wide,
+            narrow_rows=narrow_rows,
             narrow_tile_tokens=16,
             narrow_blocks=(8, 10),
             min_run_tiles=4,
             max_finished=2,
             is_native=True,
         )
+
+    def for_part(self, plan: CascadePlan, part: PlanPart) -> Tiling:
+        """These tiles, or for little wide work beside more of narrow items, those of Triton's wide kernel.
+
+        A block of the CUDA kernel fills its SM, and keeps narrow items from it until it ends.
+        """
+        if not self.has_native_wide:
+            return self
+        where = slice(part.seg_begin, part.seg_end)
+        rows, kv_len = plan.seg_num_rows[where].astype(np.int64), plan.seg_kv_len[where].astype(np.int64)
+        group_size, kv_heads = plan.config.group_size, plan.config.num_kv_heads
+        is_wide = rows * group_size > self.narrow_rows
+        tiles = -(-rows // (self.wide_rows // group_size))
+        wide, narrow = int((tiles * kv_len)[is_wide].sum()), int(kv_len[~is_wide].sum())
+        if not 0 < wide * kv_heads < LIGHT_TOKENS * self.num_sms or narrow < wide:
+            return self
+        return replace(self, wide_tiles=1, has_native_wide=False)
 
     def num_runs(self, blocks_per_sm: int, num_kv_heads: int) -> int:
         """Runs of a stream over each KV head."""
@@ -114,7 +148,8 @@ class Lowered:
     with its own, into the output. Its slot is counted from run 0.
 
     Attributes:
-        wide: [num_wide, FIELDS], the longest first.
+        wide: [num_wide, FIELDS], those of two tiles before the others, of each the longest first.
+        num_double: of wide, those of two tiles.
         short: [num_short + WINDOW, FIELDS], in the order of the stream; ends with zeros.
         short_runs: [num_runs, FIELDS]: of the run's first item, what an item has to begin with; then its number, how
             many tiles the run has, and where in the item's KV it begins.
@@ -124,6 +159,7 @@ class Lowered:
     """
 
     wide: Int32Array
+    num_double: int
     short: Int32Array
     short_runs: Int32Array
     narrow: Int32Array
@@ -171,6 +207,7 @@ def lower(
     sizes = lower_natively(core, tiles, plan, part, begins, room)
     return Lowered(
         room.wide[: sizes.num_wide],
+        sizes.num_double,
         room.short[: sizes.num_short + WINDOW],
         room.short_runs,
         room.narrow[: sizes.num_narrow + WINDOW],
@@ -276,10 +313,14 @@ def _lower(
         if num_partials <= most.num_partials:
             break
 
-    num_wide = int(tiles @ pieces[wide])
+    together = tiling.wide_tiles
+    if int(-(-tiles // together) @ pieces[wide]) * config.num_kv_heads * 2 <= tiling.num_sms:
+        together = 1
+    num_wide = int(-(-tiles // together) @ pieces[wide])
+    num_double = int(tiles @ pieces[wide]) - num_wide
     short_used, narrow_used = [len(stream.run_item) if len(stream.order) else 0 for stream in streams]
     last_page = int(page_begin.max(initial=0))
-    sizes = Sizes(num_wide, len(short), len(narrow), short_used, narrow_used, num_partials, rows, last_page)
+    sizes = Sizes(num_wide, num_double, len(short), len(narrow), short_used, narrow_used, num_partials, rows, last_page)
     sizes.check(most)
     partial_indptr = indptr(counts)
     # All of a shared segment is before any new token; of an own one, the first row sees the least.
@@ -292,7 +333,8 @@ def _lower(
         for segs, stream, tile_tokens in zip((short, narrow), streams, tile_lens, strict=True)
     ]
     lowered = Lowered(
-        wide_items(table[wide], tiles, chunk, seen[wide], per_tile),
+        wide_items(table[wide], tiles, chunk, seen[wide], per_tile, together),
+        num_double,
         short_items,
         short_runs,
         narrow_items,

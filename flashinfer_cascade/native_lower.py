@@ -27,7 +27,8 @@ class Tiles(ctypes.Structure):
 
     _fields_ = (
         *((name, _I64) for name in ("num_sms", "group_size", "num_kv_heads", "wide_rows", "wide_tokens")),
-        *((name, _I64) for name in ("wide_blocks", "min_cut", "short_rows", "short_tokens", "narrow_rows")),
+        *((name, _I64) for name in ("wide_blocks", "wide_tiles", "min_cut", "short_rows", "short_tokens")),
+        ("narrow_rows", _I64),
         *((name, _I64) for name in ("short_tile_tokens", "narrow_tile_tokens", "min_run_tiles", "max_finished")),
         *((name, _I64) for name in ("num_short_blocks", "num_narrow_blocks")),
         *((name, _I64 * MAX_BLOCKS) for name in ("short_blocks", "narrow_blocks")),
@@ -46,6 +47,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         num_wide, num_short, num_narrow: items.
+        num_double: of the wide ones, those of two tiles.
         num_short_runs, num_narrow_runs: runs, none where there are no items.
         num_partials: partial results.
         num_rows: of the part.
@@ -53,6 +55,7 @@ class Sizes(NamedTuple):
     """
 
     num_wide: int
+    num_double: int
     num_short: int
     num_narrow: int
     num_short_runs: int
@@ -124,6 +127,7 @@ class LoweredRoom:
                 f"{rows + 1}"
             )
         most = Sizes(
+            len(self.wide),
             len(self.wide),
             max(short - WINDOW, 0),
             max(narrow - WINDOW, 0),

@@ -20,6 +20,7 @@ from flashinfer_cascade import (
 )
 from flashinfer_cascade.bench.traffic import Traffic
 from flashinfer_cascade.runtime import Bucket, SegmentShape
+from flashinfer_cascade.runtime.graph_state import GraphState
 from flashinfer_cascade.runtime.ops import attention
 from flashinfer_cascade.testing import RandomBatch, make_kv_cache, make_q
 
@@ -74,6 +75,39 @@ def test_replays_are_what_the_runtime_gives(max_new, runtime):
     assert sum(pool.stats.replays.values()) == 12
     assert pool.stats.captures == 3
     assert pool.memory_bytes == 0
+
+
+def test_plans_that_are_loaded_ahead(runtime, monkeypatch):
+    pool, eager = pool_of(runtime), CascadeRuntime(CFG, "cpu")
+    traffic = Traffic(np.random.default_rng(3), 4, 300, 8, 1, max_len=40)
+    loaded = []
+    load = GraphState.load
+    monkeypatch.setattr(
+        GraphState, "load", lambda state, plan, laid=None: loaded.append(plan) or load(state, plan, laid)
+    )
+
+    def check(plan, method):
+        q = make_q(CFG, plan.num_rows, seed=len(loaded))
+        eager.load(plan)
+        assert torch.equal(method(plan, q=q).out, eager.run(q, CACHE))
+
+    plans = [CascadePlanner(CFG, LEVELS).plan(*traffic.step()) for _ in range(3)]
+    for method in pool.replay, pool.run:
+        loaded.clear()
+        pool.load(plans[0])
+        check(plans[0], method)
+        assert [plans.index(plan) for plan in loaded] == [0], "once"
+        check(plans[0], method)
+        assert [plans.index(plan) for plan in loaded] == [0, 0], "what was loaded ahead has been used"
+        pool.load(plans[1])
+        check(plans[2], method)
+        check(plans[1], method)
+        assert [plans.index(plan) for plan in loaded] == [0, 0, 1, 2, 1], "another came between"
+    wide = CascadePlanner(CFG).plan([[page] for page in range(16)], [1] * 16)
+    pool.load(plans[0])
+    with pytest.raises(CapacityError, match="rows"):
+        pool_of(runtime, token_sizes=[]).load(wide)
+    assert pool.stats.replays.total() == 8
 
 
 def test_the_smallest_bucket_that_holds_the_batch(runtime):

@@ -21,6 +21,7 @@ def tilings(config):
         Tiling(num_sms=4, min_cut=64, short_tokens=64),
         Tiling.of(config, 132, is_native=True),
         Tiling.of(config, 132, is_native=False),
+        Tiling.of(config, 16, is_native=True, has_native_wide=True),
     ]
 
 
@@ -73,9 +74,15 @@ class Walk:
         self.partials[kernel, row, int(self.lowered.partial_indptr[row]) + slot] += 1
 
     def wide(self):
-        tokens = self.tiling.wide_tokens
+        tokens, most_rows = self.tiling.wide_tokens, self.tiling.wide_rows * self.tiling.wide_tiles
+        sizes = self.lowered.wide[:, 1] * self.plan.config.group_size
+        num_double = self.lowered.num_double
+        assert (sizes[:num_double] > self.tiling.wide_rows).all()
+        assert (sizes[num_double:] <= self.tiling.wide_rows).all()
+        for part in self.lowered.wide[:num_double], self.lowered.wide[num_double:]:
+            assert (np.diff(part[:, 4] - part[:, 3]) <= 0).all(), "the longest first"
         for first_row, num_rows, page_begin, begin, end, limit, slot, kv_start in self.lowered.wide.tolist():
-            assert 0 < num_rows * self.plan.config.group_size <= self.tiling.wide_rows
+            assert 0 < num_rows * self.plan.config.group_size <= most_rows
             assert begin < end
             assert begin % tokens == 0
             # Up to here nothing is masked, of any row.
@@ -232,3 +239,25 @@ def test_wide_segments_are_cut_until_all_sms_have_work():
     assert 0.8 <= len(lowered.wide) * 8 / (tiling.num_sms * tiling.wide_blocks) <= 1.2
     assert (np.diff(lengths) <= 0).all()
     assert lengths.sum() == 1024 * 16
+
+
+def test_little_wide_work_leaves_room_for_narrow_items():
+    config = config_of((32, 8), 16)
+    tiling = Tiling.of(config, 132, is_native=True, has_native_wide=True)
+
+    def tiles_of(shared, own, requests):
+        tables, fresh = [], 10_000
+        for _ in range(requests):
+            tables.append([*range(shared // 16), *range(fresh, fresh + own // 16)])
+            fresh += own // 16
+        plan = CascadePlanner(config, PlannerPolicy(executor="segments")).plan(tables, [shared + own] * requests)
+        return tiling.for_part(plan, plan.parts[0])
+
+    light = tiles_of(256, 32, 256)
+    assert (light.has_native_wide, light.wide_tiles, light.is_native) == (False, 1, True)
+    assert tiles_of(1024, 32, 256) == tiling
+    assert tiles_of(1024, 64, 8) == tiling, "less than wide work, so nothing to leave room for"
+    assert tiles_of(0, 512, 16) == tiling, "nothing wide"
+    plain = Tiling.of(config, 132, is_native=True)
+    plan = CascadePlanner(config).plan([[1, 2], [1, 3]], [32, 32])
+    assert plain.for_part(plan, plan.parts[0]) == plain

@@ -17,7 +17,7 @@ from flashinfer_cascade.testing import random_batch
 HEADS = [(32, 8), (4, 4), (10, 2), (16, 1), (64, 8), (6, 2), (128, 64), (7, 1), (22, 2)]
 BUILT = pytest.mark.skipif(load_core() is None, reason="the native core was not built")
 BOTH = pytest.mark.parametrize("native", [pytest.param(True, marks=BUILT), False], ids=["native", "python"])
-NAMES = [field.name for field in fields(Lowered)]
+NAMES = [field.name for field in fields(Lowered) if field.name != "num_double"]
 SENTINEL = -77
 
 
@@ -35,7 +35,12 @@ def config_of(heads=(32, 8), page_size=16):
 
 def tilings(config):
     small = Tiling(4, min_cut=64, short_tokens=64)
-    return [small, Tiling.of(config, 132, True), Tiling.of(config, 132, False), Tiling.of(config, 8, True)]
+    pairs = [(132, True), (132, False), (8, True)]
+    return [
+        small,
+        *(Tiling.of(config, *pair) for pair in pairs),
+        *(Tiling.of(config, sms, True, True) for sms in (132, 8)),
+    ]
 
 
 def plan_of(lengths, config):
@@ -73,13 +78,14 @@ def assert_equal(plan, part, tiling, max_partials=None, page_begin=None):
         mine, theirs = getattr(native, name), getattr(python, name)
         assert mine.dtype == theirs.dtype == np.int32
         assert np.array_equal(mine, theirs), (name, tiling, max_partials)
+    assert native.num_double == python.num_double
     return python
 
 
 def assert_holds(room, lowered, sizes):
     """What `LoweredRoom` says of its arrays."""
     rows = len(lowered.combined)
-    assert sizes.num_wide == len(lowered.wide)
+    assert (sizes.num_wide, sizes.num_double) == (len(lowered.wide), lowered.num_double)
     assert (sizes.num_short, sizes.num_narrow) == (len(lowered.short) - WINDOW, len(lowered.narrow) - WINDOW)
     assert (sizes.num_rows, sizes.num_partials) == (rows, lowered.num_partials)
     for name in ("wide", "short_runs", "narrow_runs", "combined"):
@@ -117,7 +123,7 @@ def test_native_equals_python(seed):
     seed=st.integers(0, 2**32 - 1),
     heads=st.sampled_from(HEADS),
     sms=st.integers(1, 40),
-    wide=st.tuples(st.integers(1, 3), st.sampled_from([1, 64, 384]), st.sampled_from([64, 128])),
+    wide=st.tuples(st.integers(1, 3), st.sampled_from([1, 64, 384]), st.sampled_from([64, 128]), st.integers(1, 2)),
     blocks=st.lists(st.integers(1, 12), min_size=1, max_size=4, unique=True).map(sorted).map(tuple),
     min_run_tiles=st.integers(1, 5),
     max_finished=st.integers(0, 3),
@@ -134,6 +140,7 @@ def test_any_tiling_and_room(seed, heads, sms, wide, blocks, min_run_tiles, max_
         wide_blocks=wide[0],
         min_cut=wide[1],
         wide_rows=wide[2],
+        wide_tiles=wide[3],
         short_blocks=blocks[:2],
         narrow_blocks=blocks,
         narrow_rows=narrow_rows,

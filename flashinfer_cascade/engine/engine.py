@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from flashinfer_cascade.engine.config import EngineConfig
 from flashinfer_cascade.engine.model import Llama
 from flashinfer_cascade.engine.requests import Batch, Request, SequenceId
 from flashinfer_cascade.engine.scheduler import Scheduler, SchedulerStats
+from flashinfer_cascade.errors import CapacityError
 from flashinfer_cascade.graphs import capture_cuda_graphs
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.planner import CascadePlanner
@@ -180,6 +182,9 @@ class Engine:
         plan = scheduler.session.plan(capacity=self.pool.capacity(batch.num_rows) if is_decode else None)
         plan_us = (time.perf_counter_ns() - begin) / 1e3 + scheduler.stats.tell_us - told_us
         stats.planned(plan, batch.num_flat_tokens, plan_us)
+        if is_decode:
+            with contextlib.suppress(CapacityError):  # `run` will say so again
+                self.pool.load(plan)
         size = self.config.page_size
         positions: list[int] = []
         slots: list[int] = []

@@ -57,7 +57,7 @@ class SegmentLayout(NamedTuple):
             rows,
             rows + 1,
             rows,
-            1,
+            2,
             shared * room.num_wide * FIELDS,
             shared * items,
             shared * runs[0],
@@ -128,6 +128,7 @@ class CapturedSegments:
         self._arrays = SegmentArrays(
             wide=table(layout.wide) if shape.shares else None,
             num_wide=memory[layout.num_wide],
+            num_double=0,
             short=table(layout.short) if shape.shares and tiling.short_rows > tiling.narrow_rows else None,
             short_runs=table(layout.short_runs),
             narrow=table(layout.narrow),
@@ -213,7 +214,7 @@ class CapturedSegments:
         layout, rows, memory = self._layout, plan.num_rows, self._host[turn]
         page_begin = indptr(plan.seg_num_pages)[:-1] + offset
         sizes = lower_into(plan, plan.parts[0], self._tiling, page_begin, self._rooms[turn])
-        memory[layout.num_wide] = sizes.num_wide
+        memory[layout.num_wide] = sizes.num_wide, sizes.num_double
         row_map = memory[layout.row_map]
         row_map[:] = np.arange(self.bucket.num_rows)
         if plan.row_order is not None:

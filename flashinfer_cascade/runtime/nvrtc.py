@@ -108,11 +108,12 @@ class CudaKernel:
         name: of its extern "C" function.
         defines: of the preprocessor.
         shared_bytes: dynamic shared memory of a block.
+        features: "a" for what this architecture alone has.
     """
 
-    def __init__(self, source: str, name: str, defines: dict[str, int], shared_bytes: int) -> None:
+    def __init__(self, source: str, name: str, defines: dict[str, int], shared_bytes: int, features: str = "") -> None:
         major, minor = torch.cuda.get_device_capability()
-        options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", "-default-device"]
+        options = [f"--gpu-architecture=sm_{major}{minor}{features}", "--std=c++17", "-default-device"]
         cubin = compile_cubin(source, options + [f"-D{key}={value}" for key, value in defines.items()])
         driver = _driver()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()

@@ -12,8 +12,8 @@ import triton
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.lower import Tiling
 from flashinfer_cascade.runtime.call import LayerCall
+from flashinfer_cascade.runtime.cuda import Order, Tables, launch_stream, launch_wide
 from flashinfer_cascade.runtime.kernels.segments import LOG2E, _block_kernel, _combine_kernel, _stream_kernel
-from flashinfer_cascade.runtime.stream import launch_stream
 
 MAX_FEW_ROWS = 32
 """Rows up to which a merge leaves most of the GPU idle, unless each head has a program, and reads many at once."""
@@ -24,7 +24,9 @@ class SegmentArrays(NamedTuple):
 
     Attributes:
         wide: [*, FIELDS], items.
-        num_wide: [1], their number, where that may change from one run to the next; else None: it is wide's length.
+        num_wide: [2], their number, and how many of them are of two tiles, where these may change from one run to the
+            next; else None: it is wide's length.
+        num_double: those of two tiles, if `num_wide` is None.
         short, short_runs, narrow, narrow_runs, partial_indptr, combined: as in `Lowered`.
         pages: page ids that items refer to, and `buffers.PAGE_SLACK` more numbers.
         row_map: [num_rows], row of q of each plan row of the part; None is the identity.
@@ -33,6 +35,7 @@ class SegmentArrays(NamedTuple):
 
     wide: torch.Tensor | None
     num_wide: torch.Tensor | None
+    num_double: int
     short: torch.Tensor | None
     short_runs: torch.Tensor
     narrow: torch.Tensor | None
@@ -51,21 +54,7 @@ class Partials(NamedTuple):
     lse: torch.Tensor
 
 
-class _Order(NamedTuple):
-    """How a launch follows the one before it, with programmatic dependent launch.
-
-    Attributes:
-        first: it waits for all before, once, before it reads anything.
-        waits: it may begin before the one in front of it has ended, and waits for that before it ends itself.
-        triggers: it lets the next one begin.
-    """
-
-    first: bool
-    waits: bool
-    triggers: bool
-
-
-_Launch = Callable[[_Order], None]
+_Launch = Callable[[Order], None]
 
 
 class SegmentKernels:
@@ -106,7 +95,10 @@ class SegmentKernels:
         common = self._common(call, arrays, partials)
         launches: list[_Launch] = []
         if arrays.wide is not None:
-            launches.append(self._wide(arrays.wide, arrays.num_wide, common))
+            if tiling.has_native_wide:
+                launches.append(functools.partial(self._native_wide, call, arrays, partials))
+            else:
+                launches.append(self._wide(arrays.wide, arrays.num_wide, common))
         if arrays.short is not None:
             tile = tiling.short_rows, tiling.short_tile_tokens
             launches.append(self._stream(arrays.short, arrays.short_runs, tile, common))
@@ -120,7 +112,7 @@ class SegmentKernels:
             launches.append(self._combine(call, arrays, partials, num_rows))
         dependent, last = self._dependent, len(launches) - 1
         for number, launch in enumerate(launches):
-            launch(_Order(dependent and number == 0, dependent and number > 0, dependent and number < last))
+            launch(Order(dependent and number == 0, dependent and number > 0, dependent and number < last))
 
     def _wide(self, items: torch.Tensor, count: torch.Tensor | None, common: dict[str, Any]) -> _Launch:
         tiling = self._tiling
@@ -162,24 +154,19 @@ class SegmentKernels:
             },
         )
 
-    def _native(self, call: LayerCall, arrays: SegmentArrays, partials: Partials, order: _Order) -> None:
+    def _native(self, call: LayerCall, arrays: SegmentArrays, partials: Partials, order: Order) -> None:
         assert arrays.narrow is not None
-        tables = arrays.narrow, arrays.narrow_runs, arrays.pages, arrays.partial_indptr
-        launch_stream(
-            self._config,
-            call,
-            self._tiling.narrow_rows,
-            tables,
-            arrays.row_map,
-            arrays.row_pos,
-            partials,
-            first=order.first,
-            waits=order.waits,
-            triggers=order.triggers,
-        )
+        rows = self._tiling.narrow_rows
+        launch_stream(self._config, call, rows, arrays.narrow, arrays.narrow_runs, _tables(arrays, partials), order)
+
+    def _native_wide(self, call: LayerCall, arrays: SegmentArrays, partials: Partials, order: Order) -> None:
+        assert arrays.wide is not None
+        counts = (len(arrays.wide), arrays.num_double) if arrays.num_wide is None else arrays.num_wide
+        tables = _tables(arrays, partials)
+        launch_wide(self._config, call, self._tiling.num_sms, arrays.wide, counts, tables, order)
 
     def _triton(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> _Launch:
-        def launch(order: _Order) -> None:
+        def launch(order: Order) -> None:
             options = {"launch_pdl": True} if order.first or order.waits else {}
             flags = {name: value for name, value in order._asdict().items() if name in kernel.arg_names}
             kernel[grid](**arguments, **flags, **options)
@@ -254,3 +241,7 @@ class SegmentKernels:
                 "num_warps": warps,
             },
         )
+
+
+def _tables(arrays: SegmentArrays, partials: Partials) -> Tables:
+    return Tables(arrays.pages, arrays.row_map, arrays.row_pos, arrays.partial_indptr, *partials)

@@ -12,15 +12,16 @@ from flashinfer_cascade.native_lower import WINDOW
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 from flashinfer_cascade.runtime.buffers import ALIGNMENT, StagingBuffer
 from flashinfer_cascade.runtime.call import LayerCall
+from flashinfer_cascade.runtime.cuda import has_stream, has_wide
 from flashinfer_cascade.runtime.levels import rows_of
 from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
-from flashinfer_cascade.runtime.stream import is_available
 
 
 def tiling_of(config: CascadeConfig, device: torch.device) -> Tiling:
     """The tiles that a GPU's kernels take."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return Tiling.of(config, num_sms, is_available(torch.device(device).index or 0))
+    index = torch.device(device).index or 0
+    return Tiling.of(config, num_sms, has_stream(index), has_wide(index))
 
 
 def reserve_partials(config: CascadeConfig, count: int, device: torch.device) -> Partials:
@@ -48,10 +49,10 @@ class SegmentsExecutor:
     def __init__(self, config: CascadeConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self._tiling = tiling_of(config, device)
-        self._kernels = segment_kernels(config, self._tiling, device)
         self._staging = StagingBuffer(0, device)
         self._partials = reserve_partials(config, 0, device)
         self._arrays: SegmentArrays | None = None
+        self._kernels: SegmentKernels | None = None
         self._rows = slice(0)
         self._num_rows = 0
         self._combines = False
@@ -65,7 +66,9 @@ class SegmentsExecutor:
             pages: int32[len(plan.seg_pages)], on the device, with `buffers.PAGE_SLACK` more numbers behind it.
             row_order: int32[plan.num_rows], on the device, or None.
         """
-        lowered = lower(plan, part, self._tiling)
+        tiling = self._tiling.for_part(plan, part)
+        self._kernels = segment_kernels(self._config, tiling, self._device)
+        lowered = lower(plan, part, tiling)
         causal = part.row_end - part.row_begin > part.num_requests
         tables: list[Int32Array] = [
             lowered.wide.reshape(-1),
@@ -91,6 +94,7 @@ class SegmentsExecutor:
         self._arrays = SegmentArrays(
             wide.view(lowered.wide.shape) if len(lowered.wide) else None,
             None,
+            lowered.num_double,
             short.view(lowered.short.shape) if len(lowered.short) > WINDOW else None,
             short_runs.view(lowered.short_runs.shape),
             narrow.view(lowered.narrow.shape) if len(lowered.narrow) > WINDOW else None,
@@ -108,6 +112,7 @@ class SegmentsExecutor:
         """Attend for the part's rows of q; writes exactly these rows of ``out`` and ``lse``."""
         arrays = self._arrays
         assert arrays is not None
+        assert self._kernels is not None
         if arrays.row_map is None:
             lse = None if call.lse is None else call.lse[self._rows]
             call = call._replace(q=call.q[self._rows], out=call.out[self._rows], lse=lse)

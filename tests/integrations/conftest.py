@@ -344,6 +344,14 @@ def check_step(runner: Runner, groups: list[Group], seed: int = 0) -> Any:
     batch = scheduled(runner, groups)
     num_rows = sum(rows for _, _, rows in batch)
     qkv = runner.random_qkv(num_rows, seed)
+    # Where requests write to one slot, a cached prompt's last, they write the same: on a GPU nobody knows who is last.
+    first_to: dict[tuple[int, int], int] = {}
+    positions = [(table, seq_len - rows + row) for table, seq_len, rows in batch for row in range(rows)]
+    for number, (table, position) in enumerate(positions):
+        slot = table[position // runner.block_size], position % runner.block_size
+        first = first_to.setdefault(slot, number)
+        for new in qkv[1:]:
+            new[number] = new[first]
     before = [layer.kv_cache.clone() for layer in runner.model.layers]
     model_input = runner.prepare(groups)
     outs = runner.execute(model_input, qkv)

@@ -103,7 +103,7 @@ def check_case(changes, requests, rows, max_new):
         q = torch.full((bucket.num_rows, *live.shape[1:]), math.nan, dtype=live.dtype)
         q[: len(live)] = live
         state.load(plan)
-        had_wide |= bool(graph._arrays.num_wide)
+        had_wide |= bool(graph._arrays.num_wide[0])
         out, lse = state.run(q, kv_cache, sinks=sinks, out=torch.full_like(q, math.nan), return_lse=True)
         oracle, oracle_lse = dense_attention(config, live, kv_cache, *batch, sinks=sinks)
         plain = plain_attention(config, live, kv_cache, *batch, sinks=sinks)

@@ -52,7 +52,8 @@ def run(config, plan, q, kv_cache, *, loops=False, **options):
         wide = torch.cat((wide, torch.full((50, wide.shape[1]), NO_PAGE, dtype=torch.int32)))
     arrays = SegmentArrays(
         wide=wide if len(wide) else None,
-        num_wide=torch.tensor([len(lowered.wide)], dtype=torch.int32) if loops else None,
+        num_wide=torch.tensor([len(lowered.wide), lowered.num_double], dtype=torch.int32) if loops else None,
+        num_double=lowered.num_double,
         short=to_int32(lowered.short) if len(lowered.short) > WINDOW else None,
         short_runs=to_int32(lowered.short_runs),
         narrow=to_int32(lowered.narrow) if len(lowered.narrow) > WINDOW else None,

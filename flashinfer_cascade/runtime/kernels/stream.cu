@@ -5,28 +5,15 @@
 // tiles ahead: a tile of KV, and with an item's first tile its queries. Tokens lie along the rows of the matrix instructions and the packed query heads along the columns
 // (S^T = K Q^T, O^T = V^T P^T), so that eight columns are enough where Triton's kernel pads to sixteen rows.
 //
-// The caller defines T_BF16, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE (in
-// elements), COLUMNS (8 or 16: packed query heads), TILE (KV tokens, a multiple of 16), STAGES, WARPS, CAUSAL, CAPPED,
-// HAS_ROW_MAP, HAS_SINKS, HAS_LSE, FIRST, WAITS, TRIGGERS.
+// Comes behind common.cuh. The caller defines what that takes, COLUMNS (8 or 16: packed query heads), TILE (KV tokens, a
+// multiple of 16), STAGES and WARPS.
 //
 // Source of the fragments' layouts: PTX ISA, "Matrix fragments for mma.m16n8k16" and "ldmatrix".
 
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned short u16;  // a 16-bit number of q, KV and out
-
-constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;
 constexpr int BLOCKS = TILE / 16;        // of tokens
 constexpr int HALVES = COLUMNS / 8;      // of columns
-constexpr int STEPS = HEAD_DIM / 16;     // of the head's dimensions
-constexpr int CHUNKS = HEAD_DIM / 8;     // 16 bytes each, of a token
 constexpr int TILE_BYTES = TILE * HEAD_DIM * 2;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES + COLUMNS * HEAD_DIM * 2;  // K, V and queries
-constexpr float LOG2E = 1.4426950408889634f;
-#define NOTHING __int_as_float(0xff800000)  // -inf
-
-constexpr unsigned ALL = 0xffffffffu;
-
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if T_BF16
   asm volatile(
@@ -39,12 +26,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(address));
-}
-
 __device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
@@ -55,36 +36,6 @@ __device__ __forceinline__ u32 transpose(u32 fragment) {
   u32 result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(fragment));
   return result;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 result;
-#if T_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-#endif
-  return result;
-}
-
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float log2_of(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ void copy_async(u32 to, const u16* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
-
-__device__ __forceinline__ void copy_or_clear(u32 to, const u16* from, bool is_real) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_real ? 16 : 0));
 }
 
 // What an earlier kernel wrote, which may not have ended when this one began: never from L1.
