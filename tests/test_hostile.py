@@ -109,6 +109,7 @@ CALLS = {
     "state: load": STATE.load,
     "pool: capacity": POOL.capacity,
     "pool: capacity num_requests": lambda x: POOL.capacity(2, x),
+    "pool: load": POOL.load,
     "pool: replay": lambda x: POOL.replay(x, q=Q),
     "pool: replay an input": lambda x: POOL.replay(PLAN, q=x),
     "pool: run an input": lambda x: POOL.run(PLAN, q=x),
