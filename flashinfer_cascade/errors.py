@@ -13,9 +13,12 @@ Every message gives the value, the limit and what to do. A configuration with a 
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
+from collections.abc import Iterable
 from numbers import Integral
 from types import UnionType
+from typing import Any
 
 
 class CascadeError(Exception):
@@ -66,6 +69,18 @@ def check_type(name: str, value: object, kind: type | UnionType | tuple[type, ..
     """
     if not isinstance(value, kind):
         raise InvalidBatchError(f"{told(name, value)}: {remedy}")
+
+
+def listed(name: str, values: object, remedy: str) -> list[Any]:
+    """Several things as a list; a text is but one.
+
+    Raises:
+        InvalidBatchError: it is not several.
+    """
+    if isinstance(values, Iterable) and not isinstance(values, (str, bytes)):
+        with contextlib.suppress(TypeError):  # an array without dimensions
+            return list(values)
+    raise InvalidBatchError(f"{told(name, values)}: {remedy}")
 
 
 def check_count(name: str, value: object, least: int) -> None:

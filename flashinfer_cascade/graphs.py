@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flashinfer_cascade.capacity import PlanCapacity, capacity_error
-from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError, check_count, check_type, told
+from flashinfer_cascade.errors import (
+    CapacityError,
+    InvalidBatchError,
+    UnsupportedError,
+    check_count,
+    check_type,
+    listed,
+    told,
+)
 from flashinfer_cascade.plan import CascadePlan, Level
 from flashinfer_cascade.runtime.call import check_plan
 from flashinfer_cascade.runtime.fit import Laid, Needs, level_backends
@@ -379,8 +387,10 @@ def capture_cuda_graphs(
     check_type("inputs", inputs, Mapping, "give tensors by name, as a mapping")
     check_count("lazy", lazy, 0)
     config, device = runtime.config, runtime.device
-    buckets = [make_bucket(config, size) for size in _listed("batch_sizes", batch_sizes)]
-    buckets += [make_bucket(config, None, size, max_requests) for size in _listed("token_sizes", token_sizes)]
+    buckets = [make_bucket(config, size) for size in listed("batch_sizes", batch_sizes, "give a list")]
+    buckets += [
+        make_bucket(config, None, size, max_requests) for size in listed("token_sizes", token_sizes, "give a list")
+    ]
     if not buckets:
         raise InvalidBatchError("no bucket: give batch_sizes for decode, token_sizes for appends, or both")
     largest = max(bucket.num_rows for bucket in buckets)
@@ -396,7 +406,10 @@ def capture_cuda_graphs(
     graphs: list[tuple[Bucket, AnyShape | None]] = []
     for bucket in sorted(set(buckets), key=lambda bucket: -bucket.num_rows):
         chosen = runtime.default_graph_shapes(bucket) if shapes is None else shapes
-        of_bucket = _listed("shapes", chosen(bucket) if callable(chosen) else chosen)
+        chosen = chosen(bucket) if callable(chosen) else chosen
+        if isinstance(chosen, AnyShape):  # some are tuples
+            raise InvalidBatchError(f"{told('shapes', chosen)}: give a list of shapes")
+        of_bucket = listed("shapes", chosen, "give a list of shapes")
         if not of_bucket:
             raise InvalidBatchError(f"no shapes for the bucket of {bucket}: name one at least, or leave the bucket out")
         graphs += [(bucket, shape) for shape in of_bucket]
@@ -409,13 +422,6 @@ def capture_cuda_graphs(
         "captured %d graphs for %d buckets: %.0f MB", pool.stats.captures, len(pool.buckets), pool.memory_bytes / 1e6
     )
     return pool
-
-
-def _listed(name: str, values: Any) -> list[Any]:
-    """Several of something; a shape is a tuple too, but only one."""
-    if not isinstance(values, Iterable) or isinstance(values, (str, AnyShape)):
-        raise InvalidBatchError(f"{told(name, values)}: give a list")
-    return list(values)
 
 
 @contextlib.contextmanager

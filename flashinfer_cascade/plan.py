@@ -356,8 +356,10 @@ class CascadePlan:
         except ImportError as error:
             raise BackendUnavailableError("to_flashinfer needs torch: pip install torch") from error
         levels = self.levels(part, num_levels)
-        is_list = isinstance(slots, (Sequence, np.ndarray)) and not isinstance(slots, str)
-        per_level: list[Any] = list(slots) if is_list else [slots] * len(levels)  # type: ignore[arg-type]
+        given: Any = slots
+        is_array = isinstance(given, np.ndarray) and given.ndim > 0
+        is_list = is_array or (isinstance(given, Sequence) and not isinstance(given, str))
+        per_level = list(given) if is_list else [given] * len(levels)
         for count in per_level:
             if count is not None:
                 check_count("slots", count, 0)

@@ -15,13 +15,16 @@ from flashinfer_cascade.capacity import PlanCapacity, check_capacity
 from flashinfer_cascade.choose import Chooser
 from flashinfer_cascade.config import MAX_INT32
 from flashinfer_cascade.csr import Int32Array, Int64Array
-from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError, told
+from flashinfer_cascade.errors import CapacityError, InvalidBatchError, UnsupportedError, listed, told
 from flashinfer_cascade.native_session import State
 from flashinfer_cascade.pages import PagePool
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.sharing import Sharing
 from flashinfer_cascade.slots import Slots
 from flashinfer_cascade.steady import Steady
+
+IDS = "give the ids of requests, as a list"
+"""What to do about what is not that."""
 
 
 class PlanSession:
@@ -174,7 +177,7 @@ class PlanSession:
         if ids is None:
             full = (lens >= space).nonzero()[0].tolist()
         else:
-            some = np.array([self._slot(id) for id in _listed(ids)], np.int64)
+            some = np.array([self._slot(id) for id in listed("ids", ids, IDS)], np.int64)
             if len(np.unique(some)) != len(some):
                 raise InvalidBatchError("ids names a request twice: a step adds one token to each")
             full = some[lens[some] >= self._pool.count[some] * page_size].tolist()
@@ -240,7 +243,7 @@ class PlanSession:
             InvalidBatchError: these are not the live requests.
         """
         self._settle()
-        order = _listed(ids)
+        order = listed("ids", ids, IDS)
         slots = {id: self._slot(id) for id in order}
         if len(slots) != len(order) or len(slots) != len(self):
             raise InvalidBatchError(f"{len(order)} ids for {len(self)} live requests: name each request once")
@@ -439,13 +442,6 @@ class PlanSession:
 
     def _pages(self, name: str, pages: Any) -> NDArray[Any]:
         return id_vector(name, pages, self.config.max_kv_pages)
-
-
-def _listed(ids: Iterable[Hashable]) -> list[Hashable]:
-    """Several requests, not the characters of a single id."""
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-        raise InvalidBatchError(f"{told('ids', ids)}: give the ids of requests, as a list")
-    return list(ids)
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

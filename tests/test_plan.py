@@ -156,6 +156,8 @@ def test_what_does_not_fit_a_captured_wrapper_is_refused():
     for wrong, match in (
         ({"slots": "many"}, "slots is 'many': give an integer of at least 0"),
         ({"slots": [4, 4, -1]}, "slots is -1: give an integer"),
+        ({"slots": [4, [4], 4]}, "slots is a list: give an integer"),
+        ({"slots": np.array(4)}, "slots is a ndarray: give an integer"),
         ({"num_levels": 3.0}, r"num_levels is 3\.0: give an integer of at least 1"),
         ({"part": "decode"}, "part is 'decode': take it from the plan's parts"),
     ):

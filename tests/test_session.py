@@ -381,6 +381,7 @@ WRONG = {
     "unhashable to add": (lambda s: s.add([9], [1], 3), "the request's id is a list, which has no hash: give a string"),
     "unhashable fork": (lambda s: s.fork(0, {}), "the request's id is a dict, which has no hash"),
     "a number of ids": (lambda s: s.step(ids=5), "ids is 5: give the ids of requests, as a list"),
+    "an array that is a number": (lambda s: s.step(ids=np.array(5)), "ids is a ndarray: give the ids of requests"),
     "an id for ids": (lambda s: s.reorder("r0"), "ids is 'r0': give the ids of requests"),
     "capacity": (lambda s: s.plan(capacity=5), "capacity is 5: give the PlanCapacity of a graph"),
     "capacity in a worker": (lambda s: s.plan_async(capacity="no"), "capacity is 'no': give the PlanCapacity"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashinfer_cascade.config import CascadeConfig, PlannerPolicy
-from flashinfer_cascade.errors import CascadeError
+from flashinfer_cascade.errors import CascadeError, check_count, listed
 from flashinfer_cascade.plan import CascadePlan
 from flashinfer_cascade.planner import CascadePlanner
 from flashinfer_cascade.profile import DeviceProfile
@@ -59,15 +59,23 @@ class EngineAdapter:
         The graphs of one call share their memory: they are never replayed side by side.
 
         Raises:
-            InvalidBatchError: a size exceeds the configuration's.
+            InvalidBatchError: a size exceeds the configuration's, or is none.
         """
-        missing = sorted({*batch_sizes} - self._states.keys(), reverse=True)
+        sizes = listed("batch_sizes", batch_sizes, "give a list")
+        for size in sizes:
+            check_count("a batch size", size, 1)
+        missing = sorted({*sizes} - self._states.keys(), reverse=True)
         if missing:
             states = self.runtime.graph_states([(make_bucket(self.config, size), None) for size in missing])
             self._states |= zip(missing, states, strict=True)
 
     def graph_size(self, num_requests: int) -> int | None:
-        """The smallest reserved batch size that holds a decode batch; None when it must run without a graph."""
+        """The smallest reserved batch size that holds a decode batch; None when it must run without a graph.
+
+        Raises:
+            InvalidBatchError: `num_requests` is no number.
+        """
+        check_count("num_requests", num_requests, 0)
         return min((size for size in self._states if size >= num_requests), default=None)
 
     def plan(self, block_tables: Any, seq_lens: Any, qo_lens: Any = None, *, graph: int | None = None) -> CascadePlan:
@@ -111,10 +119,13 @@ class EngineAdapter:
         Raises:
             CascadeError: nothing is reserved for such a graph.
         """
-        state = self._states.get(batch_size)
+        try:
+            state = self._states.get(batch_size)
+        except TypeError:  # no number
+            state = None
         if state is None:
             raise CascadeError(
-                f"no graph of batch size {batch_size} is reserved, only {self.graph_sizes}: call reserve with it, then "
-                "capture"
+                f"no graph of batch size {batch_size!r} is reserved, only {self.graph_sizes}: call reserve with it, "
+                "then capture"
             )
         return state

@@ -296,6 +296,6 @@ def _select(plan: CascadePlan, part: PartName | PlanPart | None) -> list[int]:
 def _device(given: str | torch.device) -> torch.device:
     try:
         device = torch.device(given)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"device={given!r}: {DEVICES}") from error
     return torch.device("cpu") if device.type == "cpu" else device  # torch counts no CPUs

@@ -71,8 +71,17 @@ def test_graphs_that_are_not_there():
     ):
         with pytest.raises(CascadeError, match=r"no graph of batch size 8 is reserved, only \[4\]: call reserve"):
             call()
-    with pytest.raises(InvalidBatchError, match="17"):
-        adapter.reserve([17])
+    for sizes, match in (
+        ([17], "17"),
+        (4, "batch_sizes is 4: give a list"),
+        ([4, "x"], "a batch size is 'x': give an integer"),
+    ):
+        with pytest.raises(InvalidBatchError, match=match):
+            adapter.reserve(sizes)
+    with pytest.raises(InvalidBatchError, match="num_requests is None: give an integer"):
+        adapter.graph_size(None)
+    with pytest.raises(CascadeError, match=r"no graph of batch size \[4\] is reserved"):
+        adapter.graph_state([4])
 
 
 def test_plans_of_a_session():

@@ -159,7 +159,13 @@ def test_run_before_load():
 
 
 def test_devices_without_an_executor():
-    for device, told in (("meta", "'meta'"), ("bogus", "'bogus'"), (None, "None"), ([1], r"\[1\]")):
+    for device, told in (
+        ("meta", "'meta'"),
+        ("bogus", "'bogus'"),
+        (2**80, str(2**80)),
+        (None, "None"),
+        ([1], r"\[1\]"),
+    ):
         with pytest.raises(UnsupportedError, match=f"device={told}: use 'cuda' or 'cuda:0', say, or 'cpu' for the ref"):
             CascadeRuntime(config(), device=device)
 
