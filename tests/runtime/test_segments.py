@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy
-from flashinfer_cascade.lower import WINDOW, Tiling, lower
+from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy, UnsupportedError
+from flashinfer_cascade.lower import WINDOW, Tiling, lower, wide_shared_bytes
 from flashinfer_cascade.runtime.buffers import PAGE_SLACK, to_int32
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.testing import (
@@ -182,6 +182,64 @@ def check_all():
     check_request_that_is_nan()
     check_slots_that_hold_nan()
     print("NaN")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "tokens", "stages"), [((8, 0), 64, 2), ((8, 6), 32, 2)])
+def test_shared_memory_of_wide_blocks(capability, tokens, stages, tmp_path, monkeypatch):
+    """Triton, which compiles for GPUs that are not there, reserves what `wide_shared_bytes` says."""
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    from triton.backends.compiler import GPUTarget
+
+    from flashinfer_cascade.runtime.kernels.segments import _block_kernel as kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = CascadeConfig(**(BASE | {"head_dim": 256}))
+    constants = {
+        "num_heads": config.num_qo_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "page_size": config.page_size,
+        "page_stride": 2 * config.page_size * config.num_kv_heads * config.head_dim,
+        "token_stride": config.num_kv_heads * config.head_dim,
+        "head_stride": config.head_dim,
+        "tile_rows": 64,
+        "tile_tokens": tokens,
+        "stages": stages,
+        **dict.fromkeys(("causal", "has_row_map", "has_lse"), True),
+        **dict.fromkeys(("capped", "has_sinks", "loops", "first", "waits", "triggers"), False),
+        **dict.fromkeys(("count", "sinks"), None),
+    }
+    aligned = ("q", "k_cache", "v_cache", "out", "partials")
+    types = dict.fromkeys(aligned, "*fp16") | dict.fromkeys(("partial_lse", "lse"), "*fp32")
+    types |= dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32")
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i64" if name.endswith("stride") else "*i32")
+        for name in kernel.arg_names
+    }
+    places = {(number,): name for number, name in enumerate(kernel.arg_names)}
+    source = triton.compiler.ASTSource(
+        kernel,
+        signature,
+        {place: constants[name] for place, name in places.items() if name in constants},
+        {place: [["tt.divisibility", 16]] for place, name in places.items() if name in (*aligned, "q_row_stride")},
+    )
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    compiled = triton.compile(source, target, {"num_warps": 4})
+    assert compiled.metadata.shared == wide_shared_bytes(config, capability, tokens, stages)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 6), "float8_e4m3fn"), ((7, 5), "float16")])
+def test_gpus_that_do_not_take_the_kv(capability, dtype, monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from flashinfer_cascade.runtime.segments import SegmentsExecutor
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    config = CascadeConfig(**(BASE | {"kv_dtype": dtype}))
+    says = rf"the plan asks for segments with {dtype} KV on a GPU of .*; plan with the profile of this GPU, some GPU"
+    with pytest.raises(UnsupportedError, match=says):
+        SegmentsExecutor(config, torch.device("cuda"))
 
 
 def test_in_the_interpreter():
