@@ -14,6 +14,7 @@ from flashinfer_cascade.native_lower import WINDOW
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 from flashinfer_cascade.runtime.buffers import ALIGNMENT, StagingBuffer
 from flashinfer_cascade.runtime.call import LayerCall
+from flashinfer_cascade.runtime.kernels.segments import HAS_DEPENDENT_LAUNCHES
 from flashinfer_cascade.runtime.levels import rows_of
 from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
 from flashinfer_cascade.runtime.stream import is_available
@@ -55,7 +56,8 @@ def reserve_partials(config: CascadeConfig, count: int, device: torch.device) ->
 
 def segment_kernels(config: CascadeConfig, tiling: Tiling, device: torch.device) -> SegmentKernels:
     """The launches on a GPU."""
-    return SegmentKernels(config, tiling, dependent=torch.cuda.get_device_capability(device)[0] >= 9)
+    dependent = HAS_DEPENDENT_LAUNCHES and torch.cuda.get_device_capability(device)[0] >= 9
+    return SegmentKernels(config, tiling, dependent=dependent)
 
 
 class SegmentsExecutor:

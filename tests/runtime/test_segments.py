@@ -242,16 +242,32 @@ def test_gpus_that_do_not_take_the_kv(capability, dtype, monkeypatch):
         SegmentsExecutor(config, torch.device("cuda"))
 
 
-def test_in_the_interpreter():
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+def interpreted(script):
+    """What a script prints in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton", reason="triton is not installed")
-    script = f"import sys; sys.path[:0] = {[os.path.dirname(__file__), *sys.path]!r}\n"
+    paths = f"import sys; sys.path[:0] = {[os.path.dirname(__file__), *sys.path]!r}\n"
     done = subprocess.run(
-        [sys.executable, "-c", script + "from test_segments import check_all\ncheck_all()"],
+        [sys.executable, "-c", paths + script],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [*CASES, "NaN"]
+    return done.stdout.splitlines()
+
+
+def test_in_the_interpreter():
+    assert interpreted("from test_segments import check_all\ncheck_all()") == [*CASES, "NaN"]
+
+
+def test_triton_without_dependent_launches():
+    script = """
+import types
+import triton.language.extra
+sys.modules["triton.language.extra.cuda"] = types.ModuleType("one of before Triton 3.4")
+import test_segments
+from flashinfer_cascade.runtime.kernels.segments import HAS_DEPENDENT_LAUNCHES
+print(HAS_DEPENDENT_LAUNCHES, test_segments.check_case("group 4, appends") == {"wide", "short", "narrow", "combine"})
+"""
+    assert interpreted(script) == ["False True"]

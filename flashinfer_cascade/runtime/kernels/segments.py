@@ -15,7 +15,21 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # before Triton 3.4, which torch 2.8 brings
+    HAS_DEPENDENT_LAUNCHES = False
+
+    @triton.jit
+    def gdc_launch_dependents():
+        """Not there: launches follow each other."""
+
+    @triton.jit
+    def gdc_wait():
+        """Likewise."""
+else:
+    HAS_DEPENDENT_LAUNCHES = True
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FIELDS = tl.constexpr(8)
