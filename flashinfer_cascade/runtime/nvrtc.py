@@ -41,11 +41,12 @@ class _Config(ctypes.Structure):
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
     major = (torch.version.cuda or "0").split(".")[0]
-    names = [f"libnvrtc.so.{major}", "libnvrtc.so"]
+    names = [f"libnvrtc.so.{major}"]
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         names += sorted(str(path) for path in Path(folder).glob(f"*/lib/libnvrtc.so.{major}*"))
-    for name in names:
+    # The system's own may be of any version.
+    for name in (*names, "libnvrtc.so"):
         try:
             return ctypes.CDLL(name)
         except OSError:
@@ -55,13 +56,18 @@ def _nvrtc() -> ctypes.CDLL:
     )
 
 
-def has_nvrtc() -> bool:
-    """Whether kernels can be compiled."""
+@functools.cache
+def can_compile(capability: tuple[int, int]) -> bool:
+    """Whether there is an NVRTC that compiles for GPUs of a compute capability."""
     try:
-        _nvrtc()
+        nvrtc = _nvrtc()
     except BackendUnavailableError:
         return False
-    return True
+    count = ctypes.c_int()
+    nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    nvrtc.nvrtcGetSupportedArchs(known)
+    return capability[0] * 10 + capability[1] in known
 
 
 @functools.cache

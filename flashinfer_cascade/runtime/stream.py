@@ -10,7 +10,7 @@ import torch
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.runtime.call import LayerCall
-from flashinfer_cascade.runtime.nvrtc import CudaKernel, has_nvrtc
+from flashinfer_cascade.runtime.nvrtc import CudaKernel, can_compile
 
 SOURCE = Path(__file__).with_name("kernels") / "stream.cu"
 WARPS, STAGES, TILE = 2, 2, 16
@@ -19,8 +19,9 @@ WARPS, STAGES, TILE = 2, 2, 16
 
 @functools.cache
 def is_available(device: int) -> bool:
-    """Whether the kernel can be compiled for a GPU: from sm_80 on, where NVRTC can be loaded."""
-    return torch.cuda.get_device_capability(device)[0] >= 8 and has_nvrtc()
+    """Whether the kernel can be compiled for a GPU: from sm_80 on, where there is an NVRTC that knows it."""
+    capability = torch.cuda.get_device_capability(device)
+    return capability[0] >= 8 and can_compile(capability)
 
 
 @functools.cache

@@ -1,0 +1,54 @@
+"""Which NVRTC is loaded and what it is asked for; tests/gpu runs what it compiles."""
+
+import ctypes
+import types
+
+import pytest
+import torch
+
+from flashinfer_cascade import BackendUnavailableError
+from flashinfer_cascade.runtime import nvrtc, stream
+
+
+class Library:
+    """An NVRTC that knows some architectures."""
+
+    def __init__(self, *known):
+        self.known = known
+
+    def nvrtcGetNumSupportedArchs(self, count):
+        count._obj.value = len(self.known)
+
+    def nvrtcGetSupportedArchs(self, archs):
+        archs[:] = self.known
+
+
+@pytest.mark.parametrize(("capability", "known", "can"), [((9, 0), (80, 90), True), ((12, 0), (80, 90), False)])
+def test_an_nvrtc_that_is_older_than_the_gpu(capability, known, can, monkeypatch):
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: Library(*known))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    nvrtc.can_compile.cache_clear()
+    assert nvrtc.can_compile(capability) == can
+    assert stream.is_available.__wrapped__(0) == can
+    nvrtc.can_compile.cache_clear()
+
+
+def test_pips_libraries_come_before_an_unversioned_one(monkeypatch, tmp_path):
+    tried = []
+
+    def load(name):
+        tried.append(name)
+        raise OSError(name)
+
+    for package in "cuda_nvrtc", "cu13":
+        (tmp_path / package / "lib").mkdir(parents=True)
+        (tmp_path / package / "lib" / "libnvrtc.so.13").touch()
+        (tmp_path / package / "lib" / "libnvrtc.so.12").touch()
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(BackendUnavailableError, match=r"libnvrtc\.so\.13 cannot be loaded"):
+        nvrtc._nvrtc.__wrapped__()
+    pip = [str(tmp_path / package / "lib" / "libnvrtc.so.13") for package in ("cu13", "cuda_nvrtc")]
+    assert tried == ["libnvrtc.so.13", *pip, "libnvrtc.so"]
