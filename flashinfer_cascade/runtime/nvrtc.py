@@ -75,6 +75,16 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _enter_context() -> None:
+    """Make the current device's context that of this thread: torch does so only once it calls CUDA itself."""
+    driver, context = _driver(), ctypes.c_void_p()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if context.value is None:
+        device = torch.cuda.current_device()
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+        _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
 def _check(result: int, what: str) -> None:
     if result:
         name = ctypes.c_char_p()
@@ -121,6 +131,7 @@ class CudaKernel:
         options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", "-default-device"]
         cubin = compile_cubin(source, options + [f"-D{key}={value}" for key, value in defines.items()])
         driver = _driver()
+        _enter_context()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), "cuModuleGetFunction")
@@ -139,6 +150,7 @@ class CudaKernel:
             arguments: ctypes values, in the kernel's order.
             early: may begin before the kernel in front of it has ended.
         """
+        _enter_context()
         attribute = _Attribute(id=PROGRAMMATIC_SERIALIZATION, value=1)
         config = _Config(
             (grid, 1, 1),

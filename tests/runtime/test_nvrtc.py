@@ -52,3 +52,40 @@ def test_pips_libraries_come_before_an_unversioned_one(monkeypatch, tmp_path):
         nvrtc._nvrtc.__wrapped__()
     pip = [str(tmp_path / package / "lib" / "libnvrtc.so.13") for package in ("cu13", "cuda_nvrtc")]
     assert tried == ["libnvrtc.so.13", *pip, "libnvrtc.so"]
+
+
+class Driver:
+    """One that notes what is called, in a thread that has a context or not."""
+
+    def __init__(self, context):
+        self.context, self.calls = context, []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append(name)
+            if name == "cuCtxGetCurrent":
+                arguments[0]._obj.value = self.context
+            if name == "cuDevicePrimaryCtxRetain":
+                assert arguments[1] == 3
+                arguments[0]._obj.value = 17
+            if name == "cuCtxSetCurrent":
+                self.context = arguments[0].value
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize("context", [None, 5])
+def test_a_thread_without_a_context(context, monkeypatch):
+    driver = Driver(context)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda source, options: b"")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    entered = ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"] if context is None else []
+    kernel = nvrtc.CudaKernel("", "name", {}, 0)
+    assert driver.calls[: 2 + len(entered)] == ["cuCtxGetCurrent", *entered, "cuModuleLoadData"]
+    driver.calls, driver.context = [], context  # compiled by one thread, launched by another
+    kernel.launch(1, 32, (), early=False)
+    assert driver.calls == ["cuCtxGetCurrent", *entered, "cuLaunchKernelEx"]
