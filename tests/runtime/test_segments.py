@@ -32,7 +32,7 @@ NO_PAGE = 2**30
 """Behind the ids that a plan has: an address far outside the cache."""
 
 
-def run(config, plan, q, kv_cache, *, loops=False, **options):
+def run(config, plan, q, kv_cache, *, loops=False, out=None, **options):
     """Run a plan's only part, over poisoned memory.
 
     Args:
@@ -41,6 +41,7 @@ def run(config, plan, q, kv_cache, *, loops=False, **options):
         q: its queries.
         kv_cache: likewise.
         loops: give the number of wide items as graphs do, behind which the table holds nonsense.
+        out: where to; None allocates it.
         **options: of `LayerCall`.
     """
     from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
@@ -65,7 +66,8 @@ def run(config, plan, q, kv_cache, *, loops=False, **options):
     )
     heads = lowered.num_partials, config.num_qo_heads
     partials = Partials(torch.full((*heads, config.head_dim), math.nan, dtype=q.dtype), torch.full(heads, math.nan))
-    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan)
+    out, lse = torch.empty_like(q) if out is None else out, torch.full(q.shape[:2], math.nan)
+    out.fill_(math.nan)
     call = LayerCall(q, kv_cache, out, lse, **options)
     combines = bool((lowered.combined >= 0).any())
     SegmentKernels(config, TILING, interpreted=True).run(
@@ -113,7 +115,20 @@ CASES = {
 }
 
 
-def check_case(name):
+def far_apart(q):
+    """The same queries, and room for as many results, with more than 2**31 numbers between the first and the last head.
+
+    Of that memory, only what is written is there. The interpreter would copy all of it onto itself.
+    """
+    torch.UntypedStorage.copy_ = lambda self, source, non_blocking=False: self
+    rows, heads, dim = q.shape
+    stride = 8 * (2**31 // (heads - 1) // 8 + 1)
+    memory = torch.empty((heads - 1) * stride + 2 * rows * dim, dtype=q.dtype)
+    there, out = (memory[at:].as_strided(q.shape, (dim, stride, 1)) for at in (0, rows * dim))
+    return there.copy_(q), out
+
+
+def check_case(name, far=False):
     changes, num_requests, max_new, loops = CASES[name]
     config = CascadeConfig(**(BASE | changes))
     rng = np.random.default_rng([*name.encode()])
@@ -128,7 +143,8 @@ def check_case(name):
     if len(name) % 2:
         options["sinks"] = torch.linspace(-3, 3, config.num_qo_heads)
     q, kv_cache = make_q(config, batch.num_rows), make_kv_cache(config, batch.num_pages)
-    out, lse, used = run(config, plan, q, kv_cache, loops=loops, **options)
+    q, out = far_apart(q) if far else (q, None)
+    out, lse, used = run(config, plan, q, kv_cache, loops=loops, out=out, **options)
     oracle, oracle_lse = dense_attention(config, q, kv_cache, *batch, **options)
     assert_close(out, oracle, plain_attention(config, q, kv_cache, *batch, **options))
     assert_lse_close(lse, oracle_lse, q.dtype)
@@ -259,6 +275,11 @@ def interpreted(script):
 
 def test_in_the_interpreter():
     assert interpreted("from test_segments import check_all\ncheck_all()") == [*CASES, "NaN"]
+
+
+def test_heads_far_apart():
+    script = "from test_segments import check_case\nprint(*sorted(check_case('group 4, appends', far=True)))"
+    assert interpreted(script) == ["combine narrow short wide"]
 
 
 def test_triton_without_dependent_launches():
