@@ -19,7 +19,7 @@ from flashinfer_cascade.layout import Choice, lay_out
 from flashinfer_cascade.native import Rated, Rater, Status
 from flashinfer_cascade.plan import CascadePlan, Executor, PartName
 from flashinfer_cascade.profile import DeviceProfile
-from flashinfer_cascade.segment_cost import MAX_GROUP_SIZE, SegmentCost
+from flashinfer_cascade.segment_cost import SegmentCost, why_no_segments
 
 Groups = list[tuple[PartName, PrefixForest]]
 """The parts of a batch, each with all sharing among its requests."""
@@ -52,11 +52,9 @@ class Chooser:
         self._segments = SegmentCost(config, profile)
         self._rates_levels = policy.executor in ("auto", "levels", "stock")
         self._rates_segments = policy.executor == "segments" or (policy.executor == "auto" and self._segments.runs)
-        if policy.executor == "segments" and config.group_size > MAX_GROUP_SIZE:
-            raise UnsupportedError(
-                f"executor='segments' with {config.group_size} query heads for each KV head: its kernels take up to "
-                f"{MAX_GROUP_SIZE}, use executor='auto'"
-            )
+        why_not = why_no_segments(config, profile.capability)
+        if policy.executor == "segments" and why_not is not None:
+            raise UnsupportedError(f"executor='segments' with {why_not}, use executor='auto'")
         self.core = core
         which = self._rates_levels, self._rates_segments
         self.rater = None if core is None else Rater(core, self._cost, self._segments, policy, *which)

@@ -80,7 +80,8 @@ def findings(examined: dict[str, Any]) -> list[Finding]:
     if not examined["gpus"]:
         lines.append(Finding("GPU", "none that torch can use", False))
     if examined["gpus"]:
-        nvrtc = "there" if examined["nvrtc"] else "not found: segments of few rows run on Triton, which takes longer"
+        missing = "not found, or too old for the GPU: segments of few rows run on Triton, which takes longer"
+        nvrtc = "there" if examined["nvrtc"] else missing
         lines.append(Finding("NVRTC", nvrtc, examined["nvrtc"]))
     for tool, path in examined["tools"].items():
         lines.append(Finding(tool, path or "not found; FlashInfer needs it to compile kernels", path is not None))
@@ -95,9 +96,8 @@ def probe() -> dict[str, Any]:
     if libraries["torch"]["error"] is None:
         import torch
 
-        from flashinfer_cascade.runtime.nvrtc import has_nvrtc
+        from flashinfer_cascade.runtime.nvrtc import can_compile
 
-        found["nvrtc"] = has_nvrtc()
         found["cuda"] = torch.version.cuda
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)
@@ -110,6 +110,9 @@ def probe() -> dict[str, Any]:
                     "profile": next((profile for profile in PROFILES if profile in name), None),
                 }
             )
+        found["nvrtc"] = all(
+            can_compile(torch.cuda.get_device_capability(index)) for index in range(torch.cuda.device_count())
+        )
         if libraries["flashinfer"]["error"] is None:
             from flashinfer_cascade.runtime.launch import import_flashinfer
 

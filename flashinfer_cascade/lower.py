@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashinfer_cascade.config import MAX_INT32, CascadeConfig
+from flashinfer_cascade.config import DTYPE_BYTES, MAX_INT32, CascadeConfig
 from flashinfer_cascade.csr import Int32Array, Int64Array, indptr
 from flashinfer_cascade.cuts import cut_stream, cut_wide
 from flashinfer_cascade.items import pieces_above, stream_items, stream_runs, wide_items
@@ -38,6 +38,14 @@ LIGHT_TOKENS = 400
 
 Source: of the trees that docs/benchmarks.md measures, those of 250 to 310 are 3 to 15% faster so, those of 530 slower.
 """
+WIDE_ROWS, WIDE_TILES = 64, ((64, 3), (64, 2), (32, 2))
+"""Packed rows of a wide tile; its KV tokens and its pipeline's stages, the fastest first, of which the first pair is
+taken that fits shared memory. The last one needs 68 KiB at most, and every GPU from sm_80 on has 99."""
+
+MAX_WIDE_BLOCKS = 2
+"""Wide blocks that the registers of an SM hold."""
+
+HOPPER, HOPPER_SHARED_BYTES = (9, 0), 232448
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,7 @@ class Tiling:
         num_sms: of the GPU.
         wide_rows: packed rows of a wide tile.
         wide_tokens: KV tokens of a wide tile; cuts are multiples of it.
+        wide_stages: stages of the pipeline that loads them, in Triton's kernel.
         wide_blocks: wide tiles that one SM works on at once.
         wide_tiles: tiles of rows of one segment that a block takes together, 1 or 2. Items are of so many, unless half
             the SMs would have none then.
@@ -66,8 +75,9 @@ class Tiling:
     """
 
     num_sms: int
-    wide_rows: int = 64
+    wide_rows: int = WIDE_ROWS
     wide_tokens: int = 64
+    wide_stages: int = 3
     wide_blocks: int = 2
     wide_tiles: int = 1
     min_cut: int = 384
@@ -84,7 +94,16 @@ class Tiling:
     has_native_wide: bool = False
 
     @classmethod
-    def of(cls, config: CascadeConfig, num_sms: int, is_native: bool, has_native_wide: bool = False) -> Tiling:
+    def of(
+        cls,
+        config: CascadeConfig,
+        num_sms: int,
+        is_native: bool,
+        has_native_wide: bool = False,
+        *,
+        capability: tuple[int, int] = HOPPER,
+        shared_bytes: int = HOPPER_SHARED_BYTES,
+    ) -> Tiling:
         """The tiles for a configuration.
 
         Args:
@@ -92,14 +111,18 @@ class Tiling:
             num_sms: of the GPU.
             is_native: whether the CUDA kernel for narrow items can be compiled. It takes KV of 16 bits.
             has_native_wide: whether that for wide items can. It takes KV of 16 bits and a head_dim of 64 or 128.
+            capability: compute capability of the GPU.
+            shared_bytes: shared memory that a block of its may have.
         """
-        wide_blocks = 2 if config.head_dim <= 128 else 1
+        wide_tokens, wide_stages, wide_blocks = _wide_tile(config, capability, shared_bytes)
         if not is_native or config.kv_dtype != config.dtype:
-            return cls(num_sms, wide_blocks=wide_blocks)
+            return cls(num_sms, wide_tokens=wide_tokens, wide_stages=wide_stages, wide_blocks=wide_blocks)
         has_native_wide = has_native_wide and config.head_dim in (64, 128)
         narrow_rows = 8 if config.group_size <= 8 else 16
         return cls(
             num_sms,
+            wide_tokens=wide_tokens,
+            wide_stages=wide_stages,
             short_rows=narrow_rows if has_native_wide else 32,
             wide_blocks=wide_blocks,
             wide_tiles=2 if has_native_wide else 1,
@@ -132,6 +155,25 @@ class Tiling:
     def num_runs(self, blocks_per_sm: int, num_kv_heads: int) -> int:
         """Runs of a stream over each KV head."""
         return max(self.num_sms * blocks_per_sm // num_kv_heads, 1)
+
+
+def wide_shared_bytes(config: CascadeConfig, capability: tuple[int, int], tokens: int, stages: int) -> int:
+    """Shared memory of a wide block, as Triton compiles it."""
+    stage = 2 * tokens * config.head_dim * DTYPE_BYTES[config.kv_dtype]
+    queries = WIDE_ROWS * config.head_dim * 2
+    if capability[0] in (9, 10):  # whose tensor cores read tiles where they lie
+        return stages * stage + queries
+    # Elsewhere a tile is in registers while it is multiplied, and the weights are passed through shared memory.
+    return (stages - 1) * stage + queries + WIDE_ROWS * tokens * 2
+
+
+def _wide_tile(config: CascadeConfig, capability: tuple[int, int], shared_bytes: int) -> tuple[int, int, int]:
+    """KV tokens of a tile, its stages, and how many such blocks an SM runs at once."""
+    for tokens, stages in WIDE_TILES:
+        blocks = shared_bytes // wide_shared_bytes(config, capability, tokens, stages)
+        if blocks:
+            break
+    return tokens, stages, min(max(blocks, 1), MAX_WIDE_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)

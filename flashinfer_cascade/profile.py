@@ -22,6 +22,9 @@ class DeviceProfile(BaseModel):
 
     name: str = Field(min_length=1)
     num_sms: int = Field(ge=1, le=4096)
+    capability: tuple[int, int] = Field(
+        default=(9, 0), description="compute capability; decides which KV the segments executor takes"
+    )
     hbm_gb_per_s: _Rate = Field(description="rate of streaming KV from HBM, 1e9 B/s")
     l2_gb_per_s: _Rate = Field(description="rate of reading KV that L2 holds, 1e9 B/s")
     tensor_tflops: _Rate = Field(description="dense 16-bit matmul, 1e12 FLOP/s")
@@ -107,6 +110,7 @@ PROFILES: dict[str, DeviceProfile] = {
         DeviceProfile(
             name="a100",
             num_sms=108,
+            capability=(8, 0),
             hbm_gb_per_s=1840,
             l2_gb_per_s=5800,
             tensor_tflops=249,
@@ -115,6 +119,7 @@ PROFILES: dict[str, DeviceProfile] = {
         DeviceProfile(
             name="l40s",
             num_sms=142,
+            capability=(8, 9),
             hbm_gb_per_s=780,
             l2_gb_per_s=5400,
             tensor_tflops=289,

@@ -29,6 +29,21 @@ BLOCKS_PER_SM, MIN_TOKENS = (8, 2), (64, 384)
 MAX_GROUP_SIZE = 16
 """Query heads of a KV head that fit the narrow tile."""
 
+MIN_CAPABILITY, MIN_E4M3_CAPABILITY = (8, 0), (8, 9)
+"""Compute capabilities from which the kernels compile, and from which they do for KV of float8_e4m3fn. Source: Triton,
+CUDAOptions.supported_fp8_dtypes."""
+
+
+def why_no_segments(config: CascadeConfig, capability: tuple[int, int]) -> str | None:
+    """What the segments' kernels do not take of a configuration on a GPU, windows apart; None if they take it."""
+    if config.group_size > MAX_GROUP_SIZE:
+        return f"{config.group_size} query heads for each KV head: its kernels take up to {MAX_GROUP_SIZE}"
+    needed = MIN_E4M3_CAPABILITY if config.kv_dtype == "float8_e4m3fn" else MIN_CAPABILITY
+    if capability < needed:
+        has, needs = (".".join(map(str, version)) for version in (capability, needed))
+        return f"{config.kv_dtype} KV on a GPU of capability {has}: its kernels take that from {needs} on"
+    return None
+
 
 class SegmentCost:
     """Predicts microseconds a layer for one configuration on one device."""
@@ -36,7 +51,7 @@ class SegmentCost:
     def __init__(self, config: CascadeConfig, profile: DeviceProfile) -> None:
         self.config, self.profile = config, profile
         p = profile
-        self.runs = config.group_size <= MAX_GROUP_SIZE and config.window_left < 0
+        self.runs = why_no_segments(config, p.capability) is None and config.window_left < 0
         wide = config.head_dim / 128
         # Bytes of one token and KV head against those of 128 numbers of 16 bits: narrow tiles wait for memory.
         narrow = wide * DTYPE_BYTES[config.kv_dtype] / 2

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy
-from flashinfer_cascade.lower import WINDOW, Tiling, lower
+from flashinfer_cascade.lower import WINDOW, Tiling, lower, wide_shared_bytes
 from flashinfer_cascade.native import load_core
 from flashinfer_cascade.testing import RandomBatch, random_batch
 
@@ -34,6 +34,32 @@ def config_of(heads, page_size):
         dtype="bfloat16",
         max_kv_pages=10**6,
     )
+
+
+# What a block may have on H200, A100, L40S, RTX 5090, B200.
+SHARED_BYTES = {(9, 0): 232448, (8, 0): 166912, (8, 9): 101376, (12, 0): 101376, (10, 0): 232448}
+
+
+def wide(capability, **changes):
+    cfg = CascadeConfig(num_qo_heads=32, num_kv_heads=8, page_size=16, dtype="bfloat16", **changes)
+    tiling = Tiling.of(cfg, 132, is_native=True, capability=capability, shared_bytes=SHARED_BYTES[capability])
+    needed = wide_shared_bytes(cfg, capability, tiling.wide_tokens, tiling.wide_stages)
+    assert tiling.wide_blocks * needed <= SHARED_BYTES[capability]
+    return tiling.wide_tokens, tiling.wide_stages, tiling.wide_blocks
+
+
+def test_wide_tiles_fit_the_shared_memory():
+    for capability in SHARED_BYTES:
+        assert wide(capability, head_dim=64) == (64, 3, 2)
+        assert wide(capability, head_dim=128, kv_dtype="float8_e5m2")[:2] == (64, 3)
+    for capability in (9, 0), (10, 0):
+        assert wide(capability, head_dim=128) == (64, 3, 2)
+        assert wide(capability, head_dim=256) == (64, 3, 1)
+    for capability in (8, 0), (8, 9), (12, 0):
+        assert wide(capability, head_dim=128) == (64, 3, 1)
+    assert wide((8, 0), head_dim=256) == (64, 2, 1)
+    assert wide((8, 9), head_dim=256) == (32, 2, 1)
+    assert wide((8, 9), head_dim=256, kv_dtype="float8_e5m2") == (64, 2, 1)
 
 
 class Walk:

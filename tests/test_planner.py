@@ -488,6 +488,15 @@ def test_errors_of_construction():
             CascadePlanner(**({"config": config()} | wrong))
     with pytest.raises(UnsupportedError, match=r"profile 'b200' is not built in \(h200, h100"):
         CascadePlanner(config(), profile="b200")
+    e4m3, segments = config(kv_dtype="float8_e4m3fn"), PlannerPolicy(executor="segments")
+    with pytest.raises(
+        UnsupportedError, match=r"executor='segments' with float8_e4m3fn KV on a GPU of capability 8\.0"
+    ):
+        CascadePlanner(e4m3, segments, profile="a100")
+    with pytest.raises(
+        UnsupportedError, match=r"executor='segments' with 32 query heads for each KV head: its kernels"
+    ):
+        CascadePlanner(config(num_qo_heads=32, num_kv_heads=1), segments)
     with pytest.raises(ValueError, match="max_levels"):
         PlannerPolicy(max_levels=1)
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
@@ -519,6 +528,22 @@ plan = CascadePlanner(
 ).plan(tables, [16 * len(t) for t in tables])
 print(hashlib.sha256(pickle.dumps([*plan._arrays(), plan.seg_pages])).hexdigest())
 """
+
+
+def test_segments_are_chosen_where_the_gpu_takes_them():
+    def chosen(profile, **changes):
+        cfg = config(**changes)
+        tables = [[*range(512), *range(600 + 20 * request, 620 + 20 * request)] for request in range(64)]
+        return CascadePlanner(cfg, profile=profile).plan(tables, [8192 + 250] * 64).parts[0].executor
+
+    assert chosen("a100", kv_dtype="float8_e4m3fn") == "levels"
+    for profile, changes in (
+        ("a100", {"kv_dtype": "float8_e5m2"}),
+        ("l40s", {"kv_dtype": "float8_e4m3fn"}),
+        ("h200", {"kv_dtype": "float8_e4m3fn"}),
+        ("a100", {}),
+    ):
+        assert chosen(profile, **changes) == "segments"
 
 
 def test_plans_are_the_same_in_every_process():

@@ -14,6 +14,9 @@ from flashinfer_cascade.plan import CascadePlan
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
+COPY_BYTES = 16
+"""What the kernels copy at once of q, KV and out, ours as FlashInfer's: it is aligned to as much."""
+
 
 class LayerCall(NamedTuple):
     """What an executor gets for one layer: the arguments of `CascadeRuntime.run`, checked.
@@ -52,11 +55,13 @@ def check_tensors(
     """
     shape, dtype = (num_rows, config.num_qo_heads, config.head_dim), getattr(torch, config.dtype)
     _check("q", q, shape, dtype, device, "pass the rows of the batch that the loaded plan was made for")
+    _check_copies("q", q)
     _check_cache(config, device, kv_cache)
     if sinks is not None:
         _check("sinks", sinks, shape[1:2], torch.float32, device, "give one natural-log logit per query head")
     if out is not None:
         _check("out", out, shape, dtype, device, "it receives the rows of q")
+        _check_copies("out", out)
 
 
 def check_scale(name: str, value: Any) -> float:
@@ -129,6 +134,21 @@ def _check(
         )
 
 
+def _check_copies(name: str, x: torch.Tensor) -> None:
+    address, size, together = x.data_ptr(), x.element_size(), x.data_ptr()
+    for stride in x.stride()[:-1]:
+        together |= stride * size
+    if together % COPY_BYTES == 0:
+        return
+    used = [stride for stride, length in zip(x.stride()[:-1], x.shape, strict=False) if length > 1]
+    if address % COPY_BYTES or any(stride * size % COPY_BYTES for stride in used):
+        raise InvalidBatchError(
+            f"{name} has strides {x.stride()} of {size} bytes from an address that is {address % COPY_BYTES} modulo "
+            f"{COPY_BYTES}: the kernels copy {COPY_BYTES} bytes at once, pad it to multiples of that or pass a "
+            "contiguous copy"
+        )
+
+
 def _check_cache(config: CascadeConfig, device: torch.device, kv_cache: KVCache) -> None:
     remedy = f"the layout is {config.kv_layout}; view a cache stored as bytes in its own dtype"
     if isinstance(kv_cache, torch.Tensor):
@@ -143,6 +163,7 @@ def _check_cache(config: CascadeConfig, device: torch.device, kv_cache: KVCache)
         shape = (_length(kv_cache[0]), *config.page_shape)
     for name, cache in caches.items():
         _check(name, cache, shape, getattr(torch, config.kv_dtype), device, remedy)
+        _check_copies(name, cache)
     if len({cache.stride() for cache in caches.values()}) > 1:
         raise InvalidBatchError(
             f"K has strides {kv_cache[0].stride()} and V {kv_cache[1].stride()}: the kernels take one set of "

@@ -14,7 +14,7 @@ import torch
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.runtime.call import LayerCall
-from flashinfer_cascade.runtime.nvrtc import CudaKernel, has_nvrtc
+from flashinfer_cascade.runtime.nvrtc import CudaKernel, can_compile
 
 KERNELS = Path(__file__).with_name("kernels")
 
@@ -27,14 +27,16 @@ WIDE_TILE, WIDE_STAGES, WIDE_THREADS = 64, 5, 384
 
 @functools.cache
 def has_stream(device: int) -> bool:
-    """Whether stream.cu can be compiled for a GPU: from sm_80 on, where NVRTC can be loaded."""
-    return torch.cuda.get_device_capability(device)[0] >= 8 and has_nvrtc()
+    """Whether stream.cu can be compiled for a GPU: from sm_80 on, where there is an NVRTC that knows it."""
+    capability = torch.cuda.get_device_capability(device)
+    return capability[0] >= 8 and can_compile(capability)
 
 
 @functools.cache
 def has_wide(device: int) -> bool:
-    """Whether wide.cu can be compiled for a GPU: sm_90, where NVRTC can be loaded."""
-    return torch.cuda.get_device_capability(device)[0] == 9 and has_nvrtc()
+    """Whether wide.cu can be compiled for a GPU: sm_90, where there is an NVRTC that knows it."""
+    capability = torch.cuda.get_device_capability(device)
+    return capability[0] == 9 and can_compile(capability)
 
 
 class Order(NamedTuple):

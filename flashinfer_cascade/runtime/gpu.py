@@ -13,7 +13,7 @@ from flashinfer_cascade.runtime.buffers import StagingBuffer
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.graph_levels import CapturedLevels, GraphBuffers
 from flashinfer_cascade.runtime.graph_segments import CapturedSegments, SegmentLayout
-from flashinfer_cascade.runtime.launch import float_workspace_bytes, has_fa3, import_flashinfer
+from flashinfer_cascade.runtime.launch import float_workspace_bytes, import_flashinfer
 from flashinfer_cascade.runtime.levels import LevelsExecutor
 from flashinfer_cascade.runtime.segments import SegmentsExecutor, reserve_partials, segment_kernels, tiling_of
 from flashinfer_cascade.runtime.shapes import (
@@ -64,6 +64,7 @@ class GpuExecutors:
         self.device = device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", say
         with torch.cuda.device(device):
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self._capability = torch.cuda.get_device_capability(device)
             workspace_bytes = float_workspace_bytes(config, self._num_sms)
             # The launches of all parts run one after the other, so one workspace serves them.
             self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
@@ -117,22 +118,29 @@ class GpuExecutors:
 
     def default_graph_shapes(self, bucket: Bucket) -> list[AnyShape | None]:
         """See `runtime.Executors`."""
-        return [*default_shapes(self._config, bucket, self._num_sms, has_fa3(self.device))]
+        return [*default_shapes(self._config, bucket, self._num_sms, self._capability)]
 
     def graphs(self, graphs: Sequence[tuple[Bucket, AnyShape | None]]) -> list[AnyCaptured]:
         """See `runtime.Executors`."""
-        config, num_sms, device = self._config, self._num_sms, self.device
-        meant = [(bucket, one_for_all(config, bucket, num_sms) if shape is None else shape) for bucket, shape in graphs]
+        config, num_sms, device, capability = self._config, self._num_sms, self.device, self._capability
+        meant = [
+            (bucket, one_for_all(config, bucket, num_sms, capability) if shape is None else shape)
+            for bucket, shape in graphs
+        ]
         specs = [
             (bucket, launch_specs(config, bucket, shape, num_sms))
             for bucket, shape in meant
             if isinstance(shape, GraphShape)
         ]
-        segments = [(bucket, shape) for bucket, shape in meant if isinstance(shape, SegmentShape)]
+        segments = [
+            (bucket, check_segments(config, bucket, shape, capability))
+            for bucket, shape in meant
+            if isinstance(shape, SegmentShape)
+        ]
         tiling = tiling_of(config, device)
         rooms = [SegmentRoom.of(config, bucket, tiling, shape.shares) for bucket, shape in segments]
         sizes = [
-            (SegmentLayout.of(config, bucket, check_segments(config, bucket, shape), tiling, 0).end, room.num_segments)
+            (SegmentLayout.of(config, bucket, shape, tiling, 0).end, room.num_segments)
             for (bucket, shape), room in zip(segments, rooms, strict=True)
         ]
         buffers = GraphBuffers(config, device, specs, sizes) if specs or sizes else None

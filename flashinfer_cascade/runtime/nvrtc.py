@@ -41,11 +41,12 @@ class _Config(ctypes.Structure):
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
     major = (torch.version.cuda or "0").split(".")[0]
-    names = [f"libnvrtc.so.{major}", "libnvrtc.so"]
+    names = [f"libnvrtc.so.{major}"]
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         names += sorted(str(path) for path in Path(folder).glob(f"*/lib/libnvrtc.so.{major}*"))
-    for name in names:
+    # The system's own may be of any version.
+    for name in (*names, "libnvrtc.so"):
         try:
             return ctypes.CDLL(name)
         except OSError:
@@ -55,18 +56,33 @@ def _nvrtc() -> ctypes.CDLL:
     )
 
 
-def has_nvrtc() -> bool:
-    """Whether kernels can be compiled."""
+@functools.cache
+def can_compile(capability: tuple[int, int]) -> bool:
+    """Whether there is an NVRTC that compiles for GPUs of a compute capability."""
     try:
-        _nvrtc()
+        nvrtc = _nvrtc()
     except BackendUnavailableError:
         return False
-    return True
+    count = ctypes.c_int()
+    nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    nvrtc.nvrtcGetSupportedArchs(known)
+    return capability[0] * 10 + capability[1] in known
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def _enter_context() -> None:
+    """Make the current device's context that of this thread: torch does so only once it calls CUDA itself."""
+    driver, context = _driver(), ctypes.c_void_p()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if context.value is None:
+        device = torch.cuda.current_device()
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+        _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
 def _check(result: int, what: str) -> None:
@@ -116,6 +132,7 @@ class CudaKernel:
         options = [f"--gpu-architecture=sm_{major}{minor}{features}", "--std=c++17", "-default-device"]
         cubin = compile_cubin(source, options + [f"-D{key}={value}" for key, value in defines.items()])
         driver = _driver()
+        _enter_context()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), "cuModuleGetFunction")
@@ -134,6 +151,7 @@ class CudaKernel:
             arguments: ctypes values, in the kernel's order.
             early: may begin before the kernel in front of it has ended.
         """
+        _enter_context()
         attribute = _Attribute(id=PROGRAMMATIC_SERIALIZATION, value=1)
         config = _Config(
             (grid, 1, 1),

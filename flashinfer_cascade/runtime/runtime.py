@@ -225,7 +225,7 @@ class CascadeRuntime:
 
         Args:
             q: ``[num_rows, num_qo_heads, head_dim]``, config.dtype: the requests' rows in the order of the batch.
-            kv_cache: config.kv_dtype, any strides but the last, which is 1:
+            kv_cache: config.kv_dtype, any strides of whole 16 bytes (as those of q and out) but the last, which is 1:
                 ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD),
                 ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or K and V, of equal strides, as a pair of
                 these without their second dimension. Holds this step's new tokens already.

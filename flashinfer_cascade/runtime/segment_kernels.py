@@ -129,7 +129,7 @@ class SegmentKernels:
                 "loops": count is not None,
                 "tile_rows": tiling.wide_rows,
                 "tile_tokens": tiling.wide_tokens,
-                "stages": 3,
+                "stages": tiling.wide_stages,
                 "num_warps": tiling.wide_rows // 16,
             },
         )

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import triton
 
 from flashinfer_cascade.config import CascadeConfig
 from flashinfer_cascade.csr import Int32Array
+from flashinfer_cascade.errors import UnsupportedError
 from flashinfer_cascade.lower import Tiling, lower
 from flashinfer_cascade.native_lower import WINDOW
 from flashinfer_cascade.plan import CascadePlan, PlanPart
 from flashinfer_cascade.runtime.buffers import ALIGNMENT, StagingBuffer
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.runtime.cuda import has_stream, has_wide
+from flashinfer_cascade.runtime.kernels.segments import HAS_DEPENDENT_LAUNCHES
 from flashinfer_cascade.runtime.levels import rows_of
 from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
+from flashinfer_cascade.segment_cost import why_no_segments
 
 
 def tiling_of(config: CascadeConfig, device: torch.device) -> Tiling:
     """The tiles that a GPU's kernels take."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     index = torch.device(device).index or 0
-    return Tiling.of(config, num_sms, has_stream(index), has_wide(index))
+    return Tiling.of(
+        config,
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        has_stream(index),
+        has_wide(index),
+        capability=torch.cuda.get_device_capability(device),
+        shared_bytes=triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"],
+    )
+
+
+def check_gpu(config: CascadeConfig, device: torch.device) -> None:
+    """Refuse segments where their kernels do not run.
+
+    Raises:
+        UnsupportedError: the GPU does not take the configuration.
+    """
+    why_not = why_no_segments(config, torch.cuda.get_device_capability(device))
+    if why_not is not None:
+        raise UnsupportedError(
+            f"the plan asks for segments with {why_not}; plan with the profile of this GPU, "
+            f"{torch.cuda.get_device_name(device)}"
+        )
 
 
 def reserve_partials(config: CascadeConfig, count: int, device: torch.device) -> Partials:
@@ -33,7 +57,8 @@ def reserve_partials(config: CascadeConfig, count: int, device: torch.device) ->
 
 def segment_kernels(config: CascadeConfig, tiling: Tiling, device: torch.device) -> SegmentKernels:
     """The launches on a GPU."""
-    return SegmentKernels(config, tiling, dependent=torch.cuda.get_device_capability(device)[0] >= 9)
+    dependent = HAS_DEPENDENT_LAUNCHES and torch.cuda.get_device_capability(device)[0] >= 9
+    return SegmentKernels(config, tiling, dependent=dependent)
 
 
 class SegmentsExecutor:
@@ -44,9 +69,13 @@ class SegmentsExecutor:
     Args:
         config: the attention.
         device: a CUDA device.
+
+    Raises:
+        UnsupportedError: its kernels do not run on this GPU.
     """
 
     def __init__(self, config: CascadeConfig, device: torch.device) -> None:
+        check_gpu(config, device)
         self._config, self._device = config, device
         self._tiling = tiling_of(config, device)
         self._staging = StagingBuffer(0, device)

@@ -24,7 +24,7 @@ from flashinfer_cascade.cost import (
 )
 from flashinfer_cascade.errors import InvalidBatchError, UnsupportedError, check_type, with_article
 from flashinfer_cascade.lower import Tiling
-from flashinfer_cascade.segment_cost import MAX_GROUP_SIZE
+from flashinfer_cascade.segment_cost import why_no_segments
 
 MIN_SLOTS = 4
 """Groups that a launch for a shared level takes at least, where the bucket has so many."""
@@ -191,10 +191,10 @@ class SegmentRoom(NamedTuple):
         return cls(segments, partials, blocks + 2 * (partials // per_tile + segments))
 
 
-def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: bool) -> list[AnyShape]:
+def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, capability: tuple[int, int]) -> list[AnyShape]:
     """What is captured for a bucket unless told otherwise; docs/cuda_graphs.md says what each is worth."""
-    levels: list[AnyShape] = [*level_shapes(config, bucket, num_sms, has_fa3)]
-    if not may_run_segments(config):
+    levels: list[AnyShape] = [*level_shapes(config, bucket, num_sms, has_fa3=capability[0] == 9)]
+    if not may_run_segments(config, capability):
         return levels
     if bucket.kind == "append":
         return [*levels, *([SegmentShape()] if bucket.num_rows <= MAX_SEGMENT_ROWS * bucket.num_requests else [])]
@@ -202,25 +202,28 @@ def default_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3:
     return [*flat, SegmentShape(shares=False), *([SegmentShape()] if bucket.num_requests > 1 else [])]
 
 
-def check_segments(config: CascadeConfig, bucket: Bucket, shape: SegmentShape) -> SegmentShape:
+def check_segments(
+    config: CascadeConfig, bucket: Bucket, shape: SegmentShape, capability: tuple[int, int]
+) -> SegmentShape:
     """Refuse what the segments' kernels do not take.
 
     Raises:
-        UnsupportedError: a window, a large group size, or a graph for appends without shared segments.
+        UnsupportedError: a window, a large group size, KV that the GPU cannot convert, or a graph for appends without
+            shared segments.
     """
-    if not may_run_segments(config):
-        raise UnsupportedError(
-            f"{shape}: group size {config.group_size} and window_left={config.window_left}, but the kernels take up to "
-            f"{MAX_GROUP_SIZE} query heads a KV head and no window; use a GraphShape"
-        )
+    why_not = why_no_segments(config, capability)
+    if why_not is None and config.window_left >= 0:
+        why_not = f"window_left={config.window_left}: its kernels take no window in a graph"
+    if why_not is not None:
+        raise UnsupportedError(f"{shape} with {why_not}; use a GraphShape")
     if bucket.kind == "append" and not shape.shares:
         raise UnsupportedError(f"{shape} in a graph for appends: use SegmentShape(shares=True)")
     return shape
 
 
-def may_run_segments(config: CascadeConfig) -> bool:
-    """Whether the segments' kernels take a configuration."""
-    return config.group_size <= MAX_GROUP_SIZE and config.window_left < 0
+def may_run_segments(config: CascadeConfig, capability: tuple[int, int]) -> bool:
+    """Whether the segments' kernels take a configuration on a GPU, in graphs."""
+    return why_no_segments(config, capability) is None and config.window_left < 0
 
 
 def level_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: bool) -> list[GraphShape]:
@@ -248,9 +251,11 @@ def level_shapes(config: CascadeConfig, bucket: Bucket, num_sms: int, has_fa3: b
     ]
 
 
-def one_for_all(config: CascadeConfig, bucket: Bucket, num_sms: int) -> GraphShape | SegmentShape:
+def one_for_all(
+    config: CascadeConfig, bucket: Bucket, num_sms: int, capability: tuple[int, int]
+) -> GraphShape | SegmentShape:
     """One shape that takes any plan: for engines with one graph for each batch size."""
-    if bucket.kind == "decode" and may_run_segments(config):
+    if bucket.kind == "decode" and may_run_segments(config, capability):
         return SegmentShape(shares=bucket.num_requests > 1)
     flat = [shape for shape in level_shapes(config, bucket, num_sms, has_fa3=False) if not shape.shared]
     shared: tuple[Backend, ...] = ("fa2", "fa2_uncut") if bucket.num_requests > 1 else ()

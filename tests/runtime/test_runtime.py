@@ -152,6 +152,39 @@ def test_strided_q_and_out():
     assert runtime.run(heads_first, cache).is_contiguous()
 
 
+def shifted(x):
+    """The same values, one number further on in memory."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+    return memory[1:].view(x.shape).copy_(x)
+
+
+def padded(x):
+    """The same values, with rows 8 bytes longer."""
+    memory = torch.empty(*x.shape[:-1], x.shape[-1] + 8 // x.element_size(), dtype=x.dtype)
+    return memory[..., : x.shape[-1]].copy_(x)
+
+
+@pytest.mark.parametrize("changed", [shifted, padded])
+@pytest.mark.parametrize("name", ["q", "kv_cache", "out"])
+@pytest.mark.parametrize("kv_dtype", ["float16", "float8_e5m2"])
+def test_memory_that_is_not_aligned(name, changed, kv_dtype):
+    cfg = config(dtype="float16", kv_dtype=kv_dtype)
+    runtime, _ = loaded(cfg, MIXED)
+    q = make_q(cfg, MIXED.num_rows)
+    given = {"q": q, "kv_cache": make_kv_cache(cfg, MIXED.num_pages), "out": torch.empty_like(q)}
+    says = rf"{name} has strides \(.*\) of \d bytes from an address that is [012] modulo 16: the kernels copy 16 bytes"
+    with pytest.raises(InvalidBatchError, match=says):
+        runtime.run(**(given | {name: changed(given[name])}))
+
+
+def test_strides_along_which_there_is_one_alone_do_not_count():
+    cfg = config(num_qo_heads=1, num_kv_heads=1)
+    runtime, _ = loaded(cfg, MIXED)
+    q, cache = make_q(cfg, MIXED.num_rows), make_kv_cache(cfg, MIXED.num_pages)
+    odd = q.as_strided(q.shape, (q.stride(0), 7, 1))
+    assert torch.equal(runtime.run(odd, cache), runtime.run(q, cache))
+
+
 def test_run_before_load():
     cfg = config()
     with pytest.raises(CascadeError, match=r"no plan is loaded: call load\(plan\) before run"):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy
-from flashinfer_cascade.lower import WINDOW, Tiling, lower
+from flashinfer_cascade import CascadeConfig, CascadePlanner, PlannerPolicy, UnsupportedError
+from flashinfer_cascade.lower import WINDOW, Tiling, lower, wide_shared_bytes
 from flashinfer_cascade.runtime.buffers import PAGE_SLACK, to_int32
 from flashinfer_cascade.runtime.call import LayerCall
 from flashinfer_cascade.testing import (
@@ -32,7 +32,7 @@ NO_PAGE = 2**30
 """Behind the ids that a plan has: an address far outside the cache."""
 
 
-def run(config, plan, q, kv_cache, *, loops=False, **options):
+def run(config, plan, q, kv_cache, *, loops=False, out=None, **options):
     """Run a plan's only part, over poisoned memory.
 
     Args:
@@ -41,6 +41,7 @@ def run(config, plan, q, kv_cache, *, loops=False, **options):
         q: its queries.
         kv_cache: likewise.
         loops: give the number of wide items as graphs do, behind which the table holds nonsense.
+        out: where to; None allocates it.
         **options: of `LayerCall`.
     """
     from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
@@ -66,7 +67,8 @@ def run(config, plan, q, kv_cache, *, loops=False, **options):
     )
     heads = lowered.num_partials, config.num_qo_heads
     partials = Partials(torch.full((*heads, config.head_dim), math.nan, dtype=q.dtype), torch.full(heads, math.nan))
-    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan)
+    out, lse = torch.empty_like(q) if out is None else out, torch.full(q.shape[:2], math.nan)
+    out.fill_(math.nan)
     call = LayerCall(q, kv_cache, out, lse, **options)
     combines = bool((lowered.combined >= 0).any())
     SegmentKernels(config, TILING, interpreted=True).run(
@@ -114,7 +116,20 @@ CASES = {
 }
 
 
-def check_case(name):
+def far_apart(q):
+    """The same queries, and room for as many results, with more than 2**31 numbers between the first and the last head.
+
+    Of that memory, only what is written is there. The interpreter would copy all of it onto itself.
+    """
+    torch.UntypedStorage.copy_ = lambda self, source, non_blocking=False: self
+    rows, heads, dim = q.shape
+    stride = 8 * (2**31 // (heads - 1) // 8 + 1)
+    memory = torch.empty((heads - 1) * stride + 2 * rows * dim, dtype=q.dtype)
+    there, out = (memory[at:].as_strided(q.shape, (dim, stride, 1)) for at in (0, rows * dim))
+    return there.copy_(q), out
+
+
+def check_case(name, far=False):
     changes, num_requests, max_new, loops = CASES[name]
     config = CascadeConfig(**(BASE | changes))
     rng = np.random.default_rng([*name.encode()])
@@ -129,7 +144,8 @@ def check_case(name):
     if len(name) % 2:
         options["sinks"] = torch.linspace(-3, 3, config.num_qo_heads)
     q, kv_cache = make_q(config, batch.num_rows), make_kv_cache(config, batch.num_pages)
-    out, lse, used = run(config, plan, q, kv_cache, loops=loops, **options)
+    q, out = far_apart(q) if far else (q, None)
+    out, lse, used = run(config, plan, q, kv_cache, loops=loops, out=out, **options)
     oracle, oracle_lse = dense_attention(config, q, kv_cache, *batch, **options)
     assert_close(out, oracle, plain_attention(config, q, kv_cache, *batch, **options))
     assert_lse_close(lse, oracle_lse, q.dtype)
@@ -205,16 +221,95 @@ def check_all():
     print("long appends")
 
 
-def test_in_the_interpreter():
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "tokens", "stages"), [((8, 0), 64, 2), ((8, 6), 32, 2)])
+def test_shared_memory_of_wide_blocks(capability, tokens, stages, tmp_path, monkeypatch):
+    """Triton, which compiles for GPUs that are not there, reserves what `wide_shared_bytes` says."""
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    from triton.backends.compiler import GPUTarget
+
+    from flashinfer_cascade.runtime.kernels.segments import _block_kernel as kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = CascadeConfig(**(BASE | {"head_dim": 256}))
+    constants = {
+        "num_heads": config.num_qo_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "page_size": config.page_size,
+        "page_stride": 2 * config.page_size * config.num_kv_heads * config.head_dim,
+        "token_stride": config.num_kv_heads * config.head_dim,
+        "head_stride": config.head_dim,
+        "tile_rows": 64,
+        "tile_tokens": tokens,
+        "stages": stages,
+        **dict.fromkeys(("causal", "has_row_map", "has_lse"), True),
+        **dict.fromkeys(("capped", "has_sinks", "loops", "first", "waits", "triggers"), False),
+        **dict.fromkeys(("count", "sinks"), None),
+    }
+    aligned = ("q", "k_cache", "v_cache", "out", "partials")
+    types = dict.fromkeys(aligned, "*fp16") | dict.fromkeys(("partial_lse", "lse"), "*fp32")
+    types |= dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32")
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i64" if name.endswith("stride") else "*i32")
+        for name in kernel.arg_names
+    }
+    places = {(number,): name for number, name in enumerate(kernel.arg_names)}
+    source = triton.compiler.ASTSource(
+        kernel,
+        signature,
+        {place: constants[name] for place, name in places.items() if name in constants},
+        {place: [["tt.divisibility", 16]] for place, name in places.items() if name in (*aligned, "q_row_stride")},
+    )
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    compiled = triton.compile(source, target, {"num_warps": 4})
+    assert compiled.metadata.shared == wide_shared_bytes(config, capability, tokens, stages)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 6), "float8_e4m3fn"), ((7, 5), "float16")])
+def test_gpus_that_do_not_take_the_kv(capability, dtype, monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
-    script = f"import sys; sys.path[:0] = {[os.path.dirname(__file__), *sys.path]!r}\n"
+    from flashinfer_cascade.runtime.segments import SegmentsExecutor
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    config = CascadeConfig(**(BASE | {"kv_dtype": dtype}))
+    says = rf"the plan asks for segments with {dtype} KV on a GPU of .*; plan with the profile of this GPU, some GPU"
+    with pytest.raises(UnsupportedError, match=says):
+        SegmentsExecutor(config, torch.device("cuda"))
+
+
+def interpreted(script):
+    """What a script prints in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    paths = f"import sys; sys.path[:0] = {[os.path.dirname(__file__), *sys.path]!r}\n"
     done = subprocess.run(
-        [sys.executable, "-c", script + "from test_segments import check_all\ncheck_all()"],
+        [sys.executable, "-c", paths + script],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [*CASES, "NaN", "long appends"]
+    return done.stdout.splitlines()
+
+
+def test_in_the_interpreter():
+    assert interpreted("from test_segments import check_all\ncheck_all()") == [*CASES, "NaN", "long appends"]
+
+
+def test_heads_far_apart():
+    script = "from test_segments import check_case\nprint(*sorted(check_case('group 4, appends', far=True)))"
+    assert interpreted(script) == ["combine narrow short wide"]
+
+
+def test_triton_without_dependent_launches():
+    script = """
+import types
+import triton.language.extra
+sys.modules["triton.language.extra.cuda"] = types.ModuleType("one of before Triton 3.4")
+import test_segments
+from flashinfer_cascade.runtime.kernels.segments import HAS_DEPENDENT_LAUNCHES
+print(HAS_DEPENDENT_LAUNCHES, test_segments.check_case("group 4, appends") == {"wide", "short", "narrow", "combine"})
+"""
+    assert interpreted(script) == ["False True"]

@@ -24,7 +24,7 @@ from flashinfer_cascade.runtime.shapes import (
     one_for_all,
 )
 
-SMS = 132
+SMS, HOPPER = 132, (9, 0)
 
 
 def config(heads=(32, 8), **changes):
@@ -51,12 +51,12 @@ def shapes_of_levels(shapes):
 def test_default_launches_are_ones_that_flashinfer_plans_so(heads, changes):
     cfg = config(heads, **changes)
     for bucket in buckets(cfg):
-        defaults = default_shapes(cfg, bucket, SMS, has_fa3=True)
+        defaults = default_shapes(cfg, bucket, SMS, HOPPER)
         assert len(set(defaults)) == len(defaults)
         shapes = level_shapes(cfg, bucket, SMS, has_fa3=True)
         assert any(not shape.shared for shape in shapes)
         assert (bucket.num_requests == 1) == all(not shape.shared for shape in shapes)
-        for shape in shapes_of_levels([*shapes, *defaults, one_for_all(cfg, bucket, SMS)]):
+        for shape in shapes_of_levels([*shapes, *defaults, one_for_all(cfg, bucket, SMS, HOPPER)]):
             for spec in launch_specs(cfg, bucket, shape, SMS):
                 assert spec.planned_rows >= bucket.num_rows
                 if spec.backend == "fa2":  # the tile is FlashInfer's choice
@@ -69,31 +69,53 @@ def test_default_launches_are_ones_that_flashinfer_plans_so(heads, changes):
 
 
 def test_what_is_captured_by_default():
-    def said(bucket, cfg=CFG, has_fa3=True):
-        return [str(shape) for shape in default_shapes(cfg, bucket, SMS, has_fa3)]
+    def said(bucket):
+        return [str(shape) for shape in default_shapes(CFG, bucket, SMS, HOPPER)]
 
     nothing = "segments, nothing shared"
     assert said(make_bucket(CFG, 1)) == ["fa2", nothing]
     assert said(make_bucket(CFG, 8)) == ["fa2", nothing, "segments"]
     assert said(make_bucket(CFG, 64)) == ["fa2_uncut", nothing, "segments"]
     assert said(make_bucket(CFG, 256)) == ["fa2_uncut", "decode", nothing, "segments"]
-    assert [str(one_for_all(CFG, make_bucket(CFG, size), SMS)) for size in (1, 256)] == [nothing, "segments"]
+    assert [str(one_for_all(CFG, make_bucket(CFG, size), SMS, HOPPER)) for size in (1, 256)] == [nothing, "segments"]
     # Sixteen rows a request, and one more.
     assert said(make_bucket(CFG, None, 512, 32))[-1] == "segments"
     assert said(make_bucket(CFG, None, 513, 32))[-1] == "fa3 + fa2_uncut + fa3"
-    assert str(one_for_all(CFG, make_bucket(CFG, None, 512, 32), SMS)) == "fa2 + fa2_uncut + fa2"
+    assert str(one_for_all(CFG, make_bucket(CFG, None, 512, 32), SMS, HOPPER)) == "fa2 + fa2_uncut + fa2"
 
 
-@pytest.mark.parametrize(("heads", "changes"), [((32, 1), {}), ((32, 8), {"window_left": 100})])
-def test_levels_are_captured_where_segments_do_not_run(heads, changes):
+E4M3 = {"kv_dtype": "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize(
+    ("heads", "changes", "capability", "why"),
+    [
+        ((32, 1), {}, HOPPER, "32 query heads for each KV head: its kernels take up to 16"),
+        ((32, 8), {"window_left": 100}, HOPPER, "window_left=100: its kernels take no window in a graph"),
+        ((32, 8), E4M3, (8, 6), "float8_e4m3fn KV on a GPU of capability 8.6: its kernels take that from 8.9 on"),
+        ((32, 8), {}, (7, 5), "bfloat16 KV on a GPU of capability 7.5: its kernels take that from 8.0 on"),
+    ],
+)
+def test_levels_are_captured_where_segments_do_not_run(heads, changes, capability, why):
     cfg = config(heads, **changes)
     for bucket in buckets(cfg):
-        assert default_shapes(cfg, bucket, SMS, has_fa3=True) == level_shapes(cfg, bucket, SMS, has_fa3=True)
-        assert isinstance(one_for_all(cfg, bucket, SMS), GraphShape)
-        with pytest.raises(
-            UnsupportedError, match=r"segments: group size \d+ and window_left=-?\d+, but the kernels take"
-        ):
-            check_segments(cfg, bucket, SegmentShape())
+        levels = level_shapes(cfg, bucket, SMS, has_fa3=capability == HOPPER)
+        assert default_shapes(cfg, bucket, SMS, capability) == levels
+        assert isinstance(one_for_all(cfg, bucket, SMS, capability), GraphShape)
+        with pytest.raises(UnsupportedError, match=f"segments with {why}; use a GraphShape"):
+            check_segments(cfg, bucket, SegmentShape(), capability)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability"), [({}, (8, 0)), ({"kv_dtype": "float8_e5m2"}, (8, 0)), (E4M3, (8, 9)), (E4M3, (12, 0))]
+)
+def test_segments_are_captured_where_they_run(changes, capability):
+    cfg = config(head_dim=256, **changes)
+    for bucket in buckets(cfg):
+        assert check_segments(cfg, bucket, SegmentShape(), capability) == SegmentShape()
+        assert any(isinstance(shape, SegmentShape) for shape in default_shapes(cfg, bucket, SMS, capability)) == (
+            bucket.kind == "decode" or bucket.num_rows <= 16 * bucket.num_requests
+        )
 
 
 def test_levels_of_a_bucket():
@@ -191,8 +213,8 @@ def test_plans_made_to_fit_do(max_new, heads):
         exact = make_bucket(cfg, size) if max_new == 1 else make_bucket(cfg, None, rows, size)
         padded = make_bucket(cfg, size + 5) if max_new == 1 else make_bucket(cfg, None, rows + 5, size + 2)
         for bucket in (exact, padded):
-            shapes = [*level_shapes(cfg, bucket, SMS, True), *default_shapes(cfg, bucket, SMS, True)]
-            for shape in shapes_of_levels([*shapes, one_for_all(cfg, bucket, SMS)]):
+            shapes = [*level_shapes(cfg, bucket, SMS, True), *default_shapes(cfg, bucket, SMS, HOPPER)]
+            for shape in shapes_of_levels([*shapes, one_for_all(cfg, bucket, SMS, HOPPER)]):
                 specs = launch_specs(cfg, bucket, shape, SMS)
                 plan = planner.plan(*batch, capacity=bucket_capacity(cfg, bucket, specs))
                 levels = plan.levels()

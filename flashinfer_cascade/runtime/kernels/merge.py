@@ -74,7 +74,7 @@ def _merge_kernel(
     target = row
     if has_row_map:
         target = tl.load(row_map + row).to(tl.int64)
-    at_out = target * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
+    at_out = target * out_row_stride + heads.to(tl.int64)[:, None] * out_head_stride + dims[None, :]
     tl.store(out + at_out, (acc * scale[:, None]).to(out.dtype.element_ty), mask=real[:, None])
     if has_lse:
         tl.store(lse + target * num_heads + heads, merged_lse, mask=real)

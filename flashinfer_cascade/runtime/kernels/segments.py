@@ -15,7 +15,21 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # before Triton 3.4, which torch 2.8 brings
+    HAS_DEPENDENT_LAUNCHES = False
+
+    @triton.jit
+    def gdc_launch_dependents():
+        """Not there: launches follow each other."""
+
+    @triton.jit
+    def gdc_wait():
+        """Likewise."""
+else:
+    HAS_DEPENDENT_LAUNCHES = True
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FIELDS = tl.constexpr(8)
@@ -114,7 +128,7 @@ def _finish(
             denominator = weight + tl.exp2(sink - new)
             scale = tl.where(denominator > 0, scale * weight / denominator, 0.0)
             piece_lse = new + tl.log2(denominator)
-        at_out = (target.to(tl.int64) * out_row_stride + heads * out_head_stride)[:, None] + dims[None, :]
+        at_out = (target.to(tl.int64) * out_row_stride + heads.to(tl.int64) * out_head_stride)[:, None] + dims[None, :]
         tl.store(out + at_out, (acc * scale[:, None]).to(out.dtype.element_ty), mask=real[:, None])
         if has_lse:
             tl.store(lse + target * num_heads + heads, piece_lse, mask=real)
@@ -194,7 +208,7 @@ def _block(
     q_row = rows
     if has_row_map:
         q_row = tl.load(row_map + rows, mask=real, other=0)
-    at = (q_row.to(tl.int64) * q_row_stride + heads * q_head_stride)[:, None] + dims[None, :]
+    at = (q_row.to(tl.int64) * q_row_stride + heads.to(tl.int64) * q_head_stride)[:, None] + dims[None, :]
     queries = tl.load(q + at, mask=real[:, None], other=0.0)
     piece = tl.load(partial_indptr + rows, mask=real, other=0) + slot
     acc = tl.zeros([tile_rows, head_dim], tl.float32)
@@ -466,7 +480,7 @@ def _stream_kernel(  # noqa: PLR0915  # one loop, whose state no helper could ke
             q_row = rows
             if has_row_map:
                 q_row = tl.load(row_map + rows, mask=real, other=0)
-            at = (q_row.to(tl.int64) * q_row_stride + heads * q_head_stride)[:, None] + dims[None, :]
+            at = (q_row.to(tl.int64) * q_row_stride + heads.to(tl.int64) * q_head_stride)[:, None] + dims[None, :]
             queries = tl.load(q + at, mask=real[:, None], other=0.0)
             inside = token + tokens < num_tokens
             offset = page.to(tl.int64) * page_stride + ((token + tokens) % page_size).to(tl.int64) * token_stride
@@ -596,7 +610,7 @@ def _combine_kernel(
         target = row
         if has_row_map:
             target = tl.load(row_map + row)
-        at_out = target.to(tl.int64) * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
+        at_out = target.to(tl.int64) * out_row_stride + heads.to(tl.int64)[:, None] * out_head_stride + dims[None, :]
         tl.store(out + at_out, (acc * scale[:, None]).to(out.dtype.element_ty), mask=real[:, None])
         if has_lse:
             tl.store(lse + target * num_heads + heads, base + tl.log2(total), mask=real)
