@@ -35,7 +35,8 @@ def config_of(heads=(32, 8), page_size=16):
 
 def tilings(config):
     small = Tiling(4, min_cut=64, short_tokens=64)
-    return [small, Tiling.of(config, 132, True), Tiling.of(config, 132, False), Tiling.of(config, 8, True)]
+    fine = Tiling(4, min_cut=64, short_tokens=64, wide_tokens=32)
+    return [small, fine, Tiling.of(config, 132, True), Tiling.of(config, 132, False), Tiling.of(config, 8, True)]
 
 
 def plan_of(lengths, config):

@@ -1,5 +1,6 @@
 """Calibration finds constants again, leaves some workloads out, and writes what the planner reads."""
 
+import json
 import pathlib
 from dataclasses import replace
 
@@ -73,6 +74,16 @@ def test_the_command_writes_a_profile_that_the_planner_takes(tmp_path):
     assert profile.name == "mine"
     config = CascadeConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
     assert CascadePlanner(config, profile=profile).plan([[0]], [3]).parts[0].predicted_us
+
+
+def test_the_profile_is_of_the_gpu_that_was_measured(tmp_path):
+    record, out = tmp_path / "record.json", tmp_path / "profile.json"
+    measured = json.loads(RECORD.read_text())
+    record.write_text(json.dumps(measured | {"hardware": {"gpu": "some", "num_sms": 58, "capability": "8.9"}}))
+    result = CliRunner().invoke(app, ["calibrate", str(record), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    profile = read_profile(out)
+    assert (profile.num_sms, profile.capability) == (58, (8, 9))
 
 
 @pytest.mark.parametrize(
