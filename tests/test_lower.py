@@ -19,6 +19,7 @@ HEADS = [(32, 8), (4, 4), (10, 2), (16, 1)]
 def tilings(config):
     return [
         Tiling(num_sms=4, min_cut=64, short_tokens=64),
+        Tiling(num_sms=4, min_cut=64, short_tokens=64, wide_tokens=32),
         Tiling.of(config, 132, is_native=True),
         Tiling.of(config, 132, is_native=False),
         Tiling.of(config, 16, is_native=True, has_native_wide=True),

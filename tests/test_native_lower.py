@@ -35,9 +35,11 @@ def config_of(heads=(32, 8), page_size=16):
 
 def tilings(config):
     small = Tiling(4, min_cut=64, short_tokens=64)
+    fine = Tiling(4, min_cut=64, short_tokens=64, wide_tokens=32)
     pairs = [(132, True), (132, False), (8, True)]
     return [
         small,
+        fine,
         *(Tiling.of(config, *pair) for pair in pairs),
         *(Tiling.of(config, sms, True, True) for sms in (132, 8)),
     ]

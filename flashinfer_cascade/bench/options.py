@@ -54,7 +54,11 @@ def calibrate(
         records = [out.with_suffix(".record.json")]
         bench(json_path=records[0], suite="decode")
     read = [read_record(path) for path in records]
-    begun = PROFILES[base].model_copy(update={"num_sms": int(read[0].hardware["num_sms"])})
+    hardware = read[0].hardware
+    known: dict[str, object] = {"num_sms": int(hardware["num_sms"])}
+    if "capability" in hardware:
+        known["capability"] = tuple(map(int, str(hardware["capability"]).split(".")))
+    begun = PROFILES[base].model_copy(update=known)
     console = Console(width=None if sys.stdout.isatty() else 120)
     samples = read_samples((row for record in read for row in record.rows), begun)
     with console.status("fitting") as status:

@@ -24,7 +24,11 @@ def describe_machine(commit: str | None) -> dict[str, Any]:
 
     properties = torch.cuda.get_device_properties(0)
     return {
-        "hardware": {"gpu": properties.name, "num_sms": properties.multi_processor_count},
+        "hardware": {
+            "gpu": properties.name,
+            "num_sms": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+        },
         "versions": {
             "flashinfer": flashinfer.__version__,
             "torch": torch.__version__,

@@ -177,7 +177,7 @@ class Record(_Model):
 
     Attributes:
         schema_version: `SCHEMA`.
-        hardware: gpu and num_sms.
+        hardware: gpu, num_sms and, in newer ones, capability.
         versions: of flashinfer, torch and cuda.
         commit: of the code that was measured.
         date: ISO, when the run began.

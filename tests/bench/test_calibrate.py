@@ -1,5 +1,6 @@
 """Calibration finds constants again, leaves some workloads out, and writes what the planner reads."""
 
+import json
 import pathlib
 from dataclasses import replace
 
@@ -97,6 +98,16 @@ def test_the_command_warns_of_constants_that_nothing_tells_of(tmp_path):
             n for executors, names in CONSTANTS.items() if told == executors.replace(", ", " or ") for n in names
         ]
         assert all(getattr(fitted, name) == getattr(BASE, name) for name in untouched)
+
+
+def test_the_profile_is_of_the_gpu_that_was_measured(tmp_path):
+    record, out = tmp_path / "record.json", tmp_path / "profile.json"
+    measured = json.loads(RECORD.read_text())
+    record.write_text(json.dumps(measured | {"hardware": {"gpu": "some", "num_sms": 58, "capability": "8.9"}}))
+    result = CliRunner().invoke(app, ["calibrate", str(record), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    profile = read_profile(out)
+    assert (profile.num_sms, profile.capability) == (58, (8, 9))
 
 
 @pytest.mark.parametrize(

@@ -478,13 +478,14 @@ def test_ten_thousand_steps_leave_no_memory_behind(served, device):
 
 def test_a_captured_operator(served, device):
     """The opaque operator goes to the graph's state as well."""
-    _, steps, cache, runtime = served
+    before, steps, cache, runtime = served
     plan, q, expected = next(step for step in steps if step[0].num_rows > 8)
     pool = capture_cuda_graphs(
         runtime,
         lambda inputs: attention(runtime.number, inputs["q"], cache),
         inputs={"q": make_q(CFG, 32, device=device)},
         batch_sizes=[32],
+        shapes=before.shapes(before.buckets[-1]),
         progress=False,
     )
     assert torch.equal(pool.replay(plan, q=q), expected)

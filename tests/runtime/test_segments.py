@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ NO_PAGE = 2**30
 """Behind the ids that a plan has: an address far outside the cache."""
 
 
-def run(config, plan, q, kv_cache, *, loops=False, out=None, **options):
+def run(config, plan, q, kv_cache, *, loops=False, out=None, tiling=TILING, **options):
     """Run a plan's only part, over poisoned memory.
 
     Args:
@@ -42,12 +43,13 @@ def run(config, plan, q, kv_cache, *, loops=False, out=None, **options):
         kv_cache: likewise.
         loops: give the number of wide items as graphs do, behind which the table holds nonsense.
         out: where to; None allocates it.
+        tiling: the kernels'.
         **options: of `LayerCall`.
     """
     from flashinfer_cascade.runtime.segment_kernels import Partials, SegmentArrays, SegmentKernels
 
     (part,) = plan.parts
-    lowered = lower(plan, part, TILING)
+    lowered = lower(plan, part, tiling)
     wide = to_int32(lowered.wide)
     if loops:
         wide = torch.cat((wide, torch.full((50, wide.shape[1]), NO_PAGE, dtype=torch.int32)))
@@ -71,7 +73,7 @@ def run(config, plan, q, kv_cache, *, loops=False, out=None, **options):
     out.fill_(math.nan)
     call = LayerCall(q, kv_cache, out, lse, **options)
     combines = bool((lowered.combined >= 0).any())
-    SegmentKernels(config, TILING, interpreted=True).run(
+    SegmentKernels(config, tiling, interpreted=True).run(
         call, arrays, partials, num_rows=plan.num_rows, combines=combines
     )
     used = {
@@ -129,7 +131,7 @@ def far_apart(q):
     return there.copy_(q), out
 
 
-def check_case(name, far=False):
+def check_case(name, far=False, tiling=TILING):
     changes, num_requests, max_new, loops = CASES[name]
     config = CascadeConfig(**(BASE | changes))
     rng = np.random.default_rng([*name.encode()])
@@ -145,7 +147,7 @@ def check_case(name, far=False):
         options["sinks"] = torch.linspace(-3, 3, config.num_qo_heads)
     q, kv_cache = make_q(config, batch.num_rows), make_kv_cache(config, batch.num_pages)
     q, out = far_apart(q) if far else (q, None)
-    out, lse, used = run(config, plan, q, kv_cache, loops=loops, out=out, **options)
+    out, lse, used = run(config, plan, q, kv_cache, loops=loops, out=out, tiling=tiling, **options)
     oracle, oracle_lse = dense_attention(config, q, kv_cache, *batch, **options)
     assert_close(out, oracle, plain_attention(config, q, kv_cache, *batch, **options))
     assert_lse_close(lse, oracle_lse, q.dtype)
@@ -214,6 +216,7 @@ def check_all():
     for kind in "wide", "short", "narrow", "combine":
         assert {appends for ran, appends, _ in used if ran == kind} == {True, False}, kind
     assert {loops for ran, _, loops in used if ran == "wide"} == {True, False}
+    assert "wide" in check_case("group 4, appends", tiling=replace(TILING, wide_tokens=32, wide_stages=2))
     check_request_that_is_nan()
     check_slots_that_hold_nan()
     print("NaN")
