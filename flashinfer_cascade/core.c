@@ -977,8 +977,13 @@ static i64 wide_time(const segments *g, const i64 *seg, i64 n, i64 per_tile, con
 
 /* cuts.cut_wide. spare is of n entries. */
 static void cut_wide(const tiles *t, const segments *g, const i64 *seg, i64 n, i64 per_tile, i64 *chunk, i64 *spare) {
-    i64 slots = num_runs(t, t->wide_blocks), total = 0, least = 0, before = 0;
-    for (i64 k = 0; k < n; k++) total += ceil_div(g->num_rows[seg[k]], per_tile) * g->kv_len[seg[k]];
+    i64 total = 0, least = 0, before = 0, blocks = t->wide_tiles > 1 ? 1 : t->wide_blocks;
+    for (i64 k = 0; k < n; k++) {
+        i64 num_tiles = ceil_div(g->num_rows[seg[k]], per_tile);
+        total += num_tiles * g->kv_len[seg[k]];
+        if (num_tiles > 1) blocks = t->wide_blocks;
+    }
+    i64 slots = num_runs(t, blocks);
     for (int k = 0; k < NUM_SHARES && n; k++) {
         i64 share = total * SHARES[k], over = 8 * slots;
         if (share < t->min_cut * over) share = t->min_cut, over = 1;
@@ -990,7 +995,7 @@ static void cut_wide(const tiles *t, const segments *g, const i64 *seg, i64 n, i
             spare[i] = ceil_div(ceil_div(length, cuts), t->wide_tokens) * t->wide_tokens;
             items += ceil_div(g->num_rows[seg[i]], per_tile) * ceil_div(length, spare[i]);
         }
-        i64 time = items > slots || least ? wide_time(g, seg, n, per_tile, spare, slots, t->wide_blocks) : 0;
+        i64 time = items > slots || least ? wide_time(g, seg, n, per_tile, spare, slots, blocks) : 0;
         if (!least || time * 16 < least * 15) {
             least = time;
             memcpy(chunk, spare, (size_t)n * sizeof(i64));

@@ -321,8 +321,10 @@ def _lower(
     for may_cut in (True, False):
         chunk = kv_len[wide]
         if may_cut:
-            slots = tiling.num_runs(tiling.wide_blocks, config.num_kv_heads)
-            cut = slots, tiling.wide_blocks, tiling.min_cut, tiling.wide_tokens
+            # A block that takes two tiles together takes as much as one alone, if there are only such.
+            at_once = 1 if tiling.wide_tiles > 1 and (tiles == 1).all() else tiling.wide_blocks
+            slots = tiling.num_runs(at_once, config.num_kv_heads)
+            cut = slots, at_once, tiling.min_cut, tiling.wide_tokens
             chunk = cut_wide(tiles, num_rows[wide], chunk, *cut)
         streams = [
             cut_stream(

@@ -56,17 +56,17 @@ class DeviceProfile(BaseModel):
     merge_us: _Time = Field(default=2.5, description="fixed time of merging all levels")
     merge_row_ns: _Time = Field(default=0.09, description="and per row, query head and level at head_dim 128")
     segment_item_ns: tuple[_Positive, _Positive] = Field(
-        default=(63, 640),
+        default=(33, 457),
         description="SM time of a narrow and of a wide tile of the segments executor, apart from KV",
     )
     segment_token_ns: tuple[_Positive, _Positive] = Field(
-        default=(15.1, 10.4), description="and per token and KV head, at head_dim 128 and 16-bit KV"
+        default=(15.1, 8.0), description="and per token and KV head, at head_dim 128 and 16-bit KV"
     )
     segment_partial_ns: _Time = Field(
-        default=139, description="SM time of a partial result, per row and KV head of 4 query heads at head_dim 128"
+        default=176, description="SM time of a partial result, per row and KV head of 4 query heads at head_dim 128"
     )
     segment_lone_block: tuple[_Positive, _Positive] = Field(
-        default=(1.87, 1.13), description="time a token takes in one block, in units of its SM time"
+        default=(1.39, 1.13), description="time a token takes in one block, in units of its SM time"
     )
     segment_launch_us: _Time = Field(default=6.6, description="fixed time of the segments executor")
 
@@ -101,7 +101,7 @@ PROFILES: dict[str, DeviceProfile] = {
         DeviceProfile(
             name="h100",
             num_sms=132,
-            segment_token_ns=(22.4, 10.4),
+            segment_token_ns=(22.4, 8.0),
             hbm_gb_per_s=3020,
             l2_gb_per_s=9870,
             tensor_tflops=790,
@@ -114,6 +114,7 @@ PROFILES: dict[str, DeviceProfile] = {
             hbm_gb_per_s=1840,
             l2_gb_per_s=5800,
             tensor_tflops=249,
+            segment_item_ns=(63, 640),
             segment_token_ns=(30.1, 27.0),
         ),
         DeviceProfile(
@@ -123,6 +124,7 @@ PROFILES: dict[str, DeviceProfile] = {
             hbm_gb_per_s=780,
             l2_gb_per_s=5400,
             tensor_tflops=289,
+            segment_item_ns=(63, 640),
             segment_token_ns=(93.2, 30.6),
         ),
     )
