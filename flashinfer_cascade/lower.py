@@ -321,11 +321,7 @@ def _lower(
     for may_cut in (True, False):
         chunk = kv_len[wide]
         if may_cut:
-            # A block that takes two tiles together takes as much as one alone, if there are only such.
-            at_once = 1 if tiling.wide_tiles > 1 and (tiles == 1).all() else tiling.wide_blocks
-            slots = tiling.num_runs(at_once, config.num_kv_heads)
-            cut = slots, at_once, tiling.min_cut, tiling.wide_tokens
-            chunk = cut_wide(tiles, num_rows[wide], chunk, *cut)
+            chunk = _cut_wide(tiling, config, tiles, num_rows[wide], chunk)
         streams = [
             cut_stream(
                 -(-kv_len[segs] // tile_tokens),
@@ -387,6 +383,16 @@ def _lower(
         combined.astype(np.int32),
     )
     return lowered, sizes
+
+
+def _cut_wide(
+    tiling: Tiling, config: CascadeConfig, tiles: Int64Array, rows: Int64Array, kv_len: Int64Array
+) -> Int64Array:
+    """`cuts.cut_wide` for these tiles."""
+    # A block that takes two tiles together takes as long for one, and no less if there are only such.
+    at_once = 1 if tiling.wide_tiles > 1 and (tiles == 1).all() else tiling.wide_blocks
+    slots = tiling.num_runs(at_once, config.num_kv_heads)
+    return cut_wide(tiles, rows, kv_len, slots, at_once, tiling.min_cut, tiling.wide_tokens)
 
 
 def _classes(
