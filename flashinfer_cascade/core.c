@@ -296,7 +296,7 @@ static double segments_us(const model *m, const forest *f, const cut *c, const i
         add_segment(m, node_rows, (f->page_begin[v] + f->num_pages[v] - c->node_start[v]) * page, kinds);
     }
     for (i64 i = 0; i < f->n; i++)
-        add_segment(m, rows[i], max_of(context[i] - c->tail_start[i] * page - rows[i] / 2, 0), kinds);
+        add_segment(m, rows[i], context[i] - c->tail_start[i] * page, kinds);
     double us = m->segment_launch_us;
     for (int wide = 1; wide >= 0; wide--) {
         kind_of_segment *k = kinds + wide;
@@ -316,7 +316,7 @@ static double segments_us(const model *m, const forest *f, const cut *c, const i
         partials += node_rows * pieces_of(m, node_rows, tokens, kinds);
     }
     for (i64 i = 0; i < f->n; i++) {
-        i64 pieces = pieces_of(m, rows[i], max_of(context[i] - c->tail_start[i] * page - rows[i] / 2, 0), kinds);
+        i64 pieces = pieces_of(m, rows[i], context[i] - c->tail_start[i] * page, kinds);
         if (pieces > 1) partials += rows[i] * pieces;
     }
     return us + (double)partials * m->segment_partial_ps * 1e-6 / (double)m->num_sms;

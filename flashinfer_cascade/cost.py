@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flashinfer_cascade.batch import Batch
 from flashinfer_cascade.capacity import level_edges, nodes_at
-from flashinfer_cascade.config import CascadeConfig
+from flashinfer_cascade.config import DTYPE_BYTES, CascadeConfig
 from flashinfer_cascade.csr import Int64Array, indptr
 from flashinfer_cascade.fold import Cut, FoldCosts, no_cut
 from flashinfer_cascade.forest import PrefixForest
@@ -134,11 +134,13 @@ class CostModel:
         self.profile = profile
         p, heads, dim = profile, config.num_kv_heads, config.head_dim
         self.hbm_us_per_token = config.kv_token_bytes / (p.hbm_gb_per_s * 1e3)
-        l2_us = config.kv_token_bytes / heads * p.num_sms / (p.l2_gb_per_s * 1e3)
+        is_fp8 = DTYPE_BYTES[config.kv_dtype] == 1
+        ratio = p.fp8_token_ratio if is_fp8 else 1.0
+        l2_us = config.kv_token_bytes * (2 if is_fp8 else 1) / heads * p.num_sms / (p.l2_gb_per_s * 1e3)
         sm_flops_per_us = p.tensor_tflops * 1e6 / p.num_sms
         # SM time of one KV token and head under one tile: read from L2, or computed.
         self.token_us = tuple(
-            max(l2_us, 4.0 * dim * tile / (sm_flops_per_us * share))
+            ratio * max(l2_us, 4.0 * dim * tile / (sm_flops_per_us * share))
             for tile, share in zip(TILES, p.tile_efficiency, strict=True)
         )
         self._tiles = np.array(TILES)
@@ -147,7 +149,7 @@ class CostModel:
         group = config.group_size
         self.decode_block_us = p.decode_block_us[0] + p.decode_block_us[1] / group
         fixed_ns, head_ns = p.decode_token_ns
-        self.decode_token_us = max(l2_us, (fixed_ns + group * head_ns) * 1e-3 * dim / 128)
+        self.decode_token_us = ratio * max(l2_us, (fixed_ns + group * head_ns) * 1e-3 * dim / 128)
         self.row_heads_at_128 = config.num_qo_heads * config.head_dim / 128
         # Neither is tested with windows, nor fa3 at head_dim 256.
         self.has_decode = group in DECODE_GROUP_SIZES and config.window_left < 0

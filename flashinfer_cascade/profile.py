@@ -35,6 +35,10 @@ class DeviceProfile(BaseModel):
         default=0.0, ge=0.0, le=1.0, description="share that fa3's 128-row tiles reach; 0: no fa3 on this device"
     )
     fa3_block_us: _Time = Field(default=2.4, description="block_us of fa3")
+    fp8_token_ratio: _Positive = Field(
+        default=1.7,
+        description="SM time of a token of 8-bit KV, which is converted, against one of 16-bit KV: flat, levels",
+    )
     block_us: tuple[_Positive, _Positive, _Positive] = Field(
         default=(2.9, 2.5, 1.4), description="SM time of a block apart from its tokens"
     )
@@ -61,6 +65,9 @@ class DeviceProfile(BaseModel):
     )
     segment_token_ns: tuple[_Positive, _Positive] = Field(
         default=(15.1, 8.0), description="and per token and KV head, at head_dim 128 and 16-bit KV"
+    )
+    segment_fp8_token_ns: tuple[_Positive, _Positive] = Field(
+        default=(20.5, 22.0), description="segment_token_ns with 8-bit KV, which is converted"
     )
     segment_partial_ns: _Time = Field(
         default=176, description="SM time of a partial result, per row and KV head of 4 query heads at head_dim 128"

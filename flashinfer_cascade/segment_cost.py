@@ -53,11 +53,10 @@ class SegmentCost:
         p = profile
         self.runs = why_no_segments(config, p.capability) is None and config.window_left < 0
         wide = config.head_dim / 128
-        # Bytes of one token and KV head against those of 128 numbers of 16 bits: narrow tiles wait for memory.
-        narrow = wide * DTYPE_BYTES[config.kv_dtype] / 2
+        token_ns = p.segment_fp8_token_ns if DTYPE_BYTES[config.kv_dtype] == 1 else p.segment_token_ns
         self.hbm_us_per_token = config.kv_token_bytes / (p.hbm_gb_per_s * 1e3)
         self.item_ps = np.rint(np.array(p.segment_item_ns) * 1e3)
-        self.token_ps = np.rint(np.array(p.segment_token_ns) * (narrow, wide) * 1e3)
+        self.token_ps = np.rint(np.array(token_ns) * wide * 1e3)
         self.partial_ps = round(p.segment_partial_ns * config.num_kv_heads * wide * config.group_size / 4 * 1e3)
         self.rows_per_tile = WIDE_ROWS // config.group_size if self.runs else 1
 
@@ -88,7 +87,7 @@ class SegmentCost:
         forest, page, p = shape.forest, self.config.page_size, self.profile
         kept = cut.kept.nonzero()[0]
         node_tokens = (forest.page_begin[kept] + forest.num_pages[kept] - cut.node_start[kept]) * page
-        own_tokens = shape.seen(shape.context - cut.tail_start * page)
+        own_tokens = shape.context - cut.tail_start * page  # masked, not left out, where a row does not see them yet
         rows = np.concatenate((shape.node_rows[kept], shape.rows))
         tokens = np.concatenate((node_tokens, own_tokens))
         fixed, per_token = self._item_costs(rows)

@@ -50,7 +50,7 @@ def test_a_document_that_shows_anything_else_is_noticed(change, monkeypatch, tmp
         document = bench_docs.DOCUMENT.read_text()
         bench_docs.DOCUMENT.write_text(document.replace("| P10 | 20.6 |", "| P10 | 20.7 |", 1))
     elif change == "image":
-        first.write_text(first.read_text().replace("P10", "P11", 1))
+        first.write_text(first.read_text().replace("A1", "A2", 1))
     elif change == "no image":
         first.unlink()
     else:
@@ -69,23 +69,24 @@ def speedup(over):
 
 def test_the_geometric_means_of_the_readme():
     assert [row.workload for row in COUNTED_ROWS] == list(COUNTED)
-    assert speedup("flat") == pytest.approx(3.4, abs=0.05)
-    assert speedup("stock_fa2") == pytest.approx(3.1, abs=0.05)
+    assert speedup("flat") == pytest.approx(3.5, abs=0.05)
+    assert speedup("stock_fa2") == pytest.approx(3.2, abs=0.05)
     assert all(row.results["stock_fa2"].us < row.results["stock_default"].us for row in COUNTED_ROWS)
 
 
 def test_todays_choice_is_the_fastest_executor_of_the_record():
-    judged = [row for row in TREE_ROWS if "segments" in row.results]
-    assert len(judged) == 26
-    for row in judged:
+    """And it loses to none of FlashInfer's own ways, in any suite."""
+    assert len(ROWS) == 77
+    for row in ROWS:
         work, config = row.case.build()
         (part,) = CascadePlanner(config).plan(work.block_tables, work.seq_lens, work.qo_lens).parts
-        ours = {name: row.results[name].us for name in ("flat", "levels", "segments")}
-        assert ours[part.executor] <= 1.02 * min(ours.values()), row.case
+        us = {name: result.us for name, result in row.results.items() if name != "auto"}
+        assert us[part.executor] <= 1.02 * min(us[name] for name in OURS if name in us), row.case
+        assert us[part.executor] <= min(us.values()) / 0.98, row.case
 
 
 def test_the_choice_never_loses_more_than_three_percent_to_flat():
-    assert len(TREE_ROWS) > 90
+    assert len(TREE_ROWS) == 50
     for row in TREE_ROWS:
         auto, flat = row.results["auto"], row.results["flat"]
         assert auto.us <= 1.03 * flat.us or auto.low_us <= flat.high_us, row.case
