@@ -1,6 +1,7 @@
 """Captured graphs: any plan, in any order, within the error budget; and the races that serving has."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -473,7 +474,8 @@ def test_ten_thousand_steps_leave_no_memory_behind(served, device):
             assert torch.equal(out, expected)
     after = torch.cuda.memory_stats(device)
     assert after["allocated_bytes.all.current"] == before["allocated_bytes.all.current"]
-    assert free - torch.cuda.mem_get_info(device)[0] < 2**22
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other tests at the same time take memory of the same GPU
+        assert free - torch.cuda.mem_get_info(device)[0] < 2**22
 
 
 def test_a_captured_operator(served, device):
