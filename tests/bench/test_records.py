@@ -23,14 +23,14 @@ def load_script(name):
     return module
 
 
-bench_docs, bench_graphs = load_script("bench_docs"), load_script("bench_graphs")
+bench_docs, bench_graphs, serve = (load_script(name) for name in ("bench_docs", "bench_graphs", "serve"))
 GRAPHS = json.loads(bench_graphs.RECORD.read_text())
 ROWS = [row for path in bench_docs.RECORDS for row in read_record(path).rows]
 TREE_ROWS = [row for row in ROWS if row.suite in ("decode", "heads") and row.page_size == 16]
 COUNTED_ROWS = [row for row in ROWS if row.group == ("decode", 32, 8, 16, "bfloat16") and row.workload in COUNTED]
 
 
-@pytest.mark.parametrize("script", [bench_docs, bench_graphs], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [bench_docs, bench_graphs, serve], ids=lambda script: script.__name__)
 def test_the_document_shows_the_record(script, monkeypatch):
     monkeypatch.setattr("sys.argv", [script.__name__, "--check"])
     script.main()
@@ -126,6 +126,15 @@ def test_graphs_are_close_to_eager_plans_and_ahead_of_the_stock_wrapper_s():
         assert row["load_us"]["pool"] < row["load_us"]["stock"] / 2, row["workload"]
         for name in ("own", "pool", "one_for_all"):
             assert row["max_error"][name] <= row["error_budget"], (row["workload"], name)
+
+
+def test_serving_gains_where_there_is_sharing():
+    cases = {case["name"]: case for case in json.loads(serve.RECORD.read_text())["cases"]}
+    gain = {name: case["gain"]["decode_tokens_per_s"] for name, case in cases.items()}
+    assert gain["tools"] == pytest.approx(1.4, abs=0.05)
+    assert gain["samples"] == pytest.approx(1.1, abs=0.05)
+    assert gain["conversation"] > 0.98
+    assert all(case["agreement"]["ok"] for case in cases.values())
 
 
 def test_a_whole_model_gains_where_there_is_sharing_and_loses_nothing_elsewhere():
