@@ -53,7 +53,7 @@ def measure(batch: Workload, repeats: int) -> list[float]:
     config = batch.config(num_qo_heads=32, num_kv_heads=8, head_dim=128)
     plan = CascadePlanner(config, PlannerPolicy(executor="segments")).plan(batch.block_tables, batch.seq_lens)
     (part,) = plan.parts
-    tiling = Tiling.of(config, NUM_SMS, is_native=True)
+    tiling = Tiling.of(config, NUM_SMS, is_native=True, has_native_wide=True)
     page_begin = indptr(plan.seg_num_pages)[:-1]
     lowered = lower(plan, part, tiling, page_begin)
     room = allocate(make_tiles(config, tiling), plan, part, lowered.num_partials)

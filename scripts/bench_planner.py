@@ -76,7 +76,7 @@ def measure(batch: Workload, order: str, repeats: int, lists: bool) -> dict[str,
     validate, _ = time_us(lambda: make_batch(config, given, batch.seq_lens), repeats)
     forest, _ = time_us(lambda: build_forest(valid), repeats)
     total, p90 = time_us(lambda: planner.plan(given, batch.seq_lens), repeats)
-    tiling = Tiling.of(config, 132, is_native=True)
+    tiling = Tiling.of(config, 132, is_native=True, has_native_wide=True)
     lowered, _ = time_us(lambda: lower(plan, part, tiling), repeats)
     published = PUBLISHED.get(batch.name)
     return {
