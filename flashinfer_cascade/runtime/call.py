@@ -68,14 +68,14 @@ def check_scale(name: str, value: Any) -> float:
     """What a cache is multiplied by, as a float.
 
     Raises:
-        InvalidBatchError: it is no number, or not finite.
+        InvalidBatchError: it is no number, not finite, or not above 0.
     """
-    if type(value) is float and math.isfinite(value):  # what layers give
+    if type(value) is float and 0.0 < value < math.inf:  # what layers give
         return value
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
+    if not is_number or not 0 < value < math.inf:
         raise InvalidBatchError(
-            f"{told(name, value)}: give a finite number (of a tensor, take it once, when the model is loaded)"
+            f"{told(name, value)}: give a finite number above 0 (of a tensor, take it once, when the model is loaded)"
         )
     return float(value)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashinfer_cascade import CascadeConfig, CascadePlanner, CascadeRuntime, PlannerPolicy
-from flashinfer_cascade.runtime import SegmentShape
+from flashinfer_cascade.runtime import SegmentShape, cuda
 from flashinfer_cascade.testing import RandomBatch, random_batch
 
 pytestmark = pytest.mark.gpu
@@ -154,6 +154,30 @@ def test_what_comes_behind_sees_all(spec, device, make_problem, tree_batch):
         runtime.run(problem.q, problem.kv_cache, out=out)
         copies.append(out.clone())
     assert all(torch.equal(copy, expected) for copy in copies)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("heads", [(4, 1), (8, 2), (12, 3)], ids=str)
+def test_groups_of_warps_that_are_late(heads, late, device, make_problem, monkeypatch):
+    """Blocks of the wide kernel take several items, of which its groups do tiles by turns or a head each."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("the wide kernel is Hopper's")
+    defines = cuda._defines
+    monkeypatch.setattr(cuda, "_defines", lambda *args: defines(*args) | {"LATE": late})
+    config = CascadeConfig(**(BASE | {"num_qo_heads": heads[0], "num_kv_heads": heads[1]}), max_batch_size=2000)
+    # 400 nodes of 3 to 5 requests, over 64 to 256 tokens.
+    tables, fresh = [], 10_000
+    for node in range(400):
+        shared = range(16 * node, 16 * node + 4 * (1 + node % 4))
+        for _ in range(3 + node % 3):
+            tables.append([*shared, fresh])
+            fresh += 1
+    batch = RandomBatch(tables, [16 * len(table) - 3 for table in tables], [1] * len(tables))
+    problem = make_problem(config, batch, form="fast", judged=[*range(0, 1600, 16)])
+    runtime = CascadeRuntime(config, device)
+    runtime.load(planned(config, batch, fold=False))
+    for _ in range(3):
+        problem.check(runtime.run(problem.q, problem.kv_cache, out=nan_like(problem.q)))
 
 
 def test_a_request_that_is_nan_spoils_no_other(device, make_problem):

@@ -282,6 +282,8 @@ Q, CACHE = make_q(CFG, MIXED.num_rows), make_kv_cache(CFG, MIXED.num_pages)
         ({"sinks": [0.0] * 4}, r"sinks is a list; expected a torch.Tensor, torch.float32 \[4\]"),
         ({"k_scale": None}, "k_scale is None: give a finite number"),
         ({"k_scale": math.nan}, "k_scale is nan: give a finite number"),
+        ({"k_scale": 0.0}, "k_scale is 0.0: give a finite number above 0"),
+        ({"v_scale": -1}, "v_scale is -1: give a finite number above 0"),
         ({"v_scale": -math.inf}, "v_scale is -inf: give a finite number"),
         ({"v_scale": "1"}, "v_scale is '1': give a finite number"),
         ({"v_scale": True}, "v_scale is True: give a finite number"),

@@ -318,6 +318,9 @@ __device__ __forceinline__ void consume(Turn turn, const Shared& shared, const i
     turn.go_on();
     const Item next = turn.item();
     turns++;
+#ifdef LATE  // for tests: a group that is behind the other, every other time
+    if (group + 1 == LATE && turns % 2) asm volatile("nanosleep.u32 200000;");
+#endif
     // Tiles in the ring, of which all, or every other, are this group's.
     const int in_ring = pairs ? 2 * num_tiles : num_tiles, step = together ? 1 : 2;
     const int first_tile = together ? 0 : in_turns ? (group + turns) & 1 : group;
@@ -478,9 +481,10 @@ __device__ __forceinline__ void consume(Turn turn, const Shared& shared, const i
       const int finisher = turns & 1;  // the group with the first tile
       writes = group == finisher;
       if (num_tiles > 1) {
-        // Barrier 1: the other group's is in the scratch memory. Barrier 2: what was there has been read, of which a
-        // group that read it itself need not be told.
-        const u32 own = shared.scratch + thread * 4;
+        // Barriers 1 and 3: the other group's is in the scratch memory; one for each finisher, lest a group that arrives for
+        // the other, and is next itself, be taken for both. Barrier 2: what was there has been read, of which a group that
+        // read it itself need not be told.
+        const u32 own = shared.scratch + thread * 4, is_there = finisher ? 3 : 1;
         if (!writes) {
           if (reader == finisher) asm volatile("bar.sync 2, 256;" ::: "memory");
 #pragma unroll
@@ -490,10 +494,10 @@ __device__ __forceinline__ void consume(Turn turn, const Shared& shared, const i
             asm volatile("st.shared.f32 [%0], %1;" ::"r"(own + (OWN + i) * 512), "f"(highest[i]) : "memory");
             asm volatile("st.shared.f32 [%0], %1;" ::"r"(own + (OWN + 2 + i) * 512), "f"(total[i]) : "memory");
           }
-          asm volatile("bar.arrive 1, 256;" ::: "memory");
+          asm volatile("bar.arrive %0, 256;" ::"r"(is_there) : "memory");
         } else {
           if (reader == finisher) asm volatile("bar.arrive 2, 256;" ::: "memory");
-          asm volatile("bar.sync 1, 256;" ::: "memory");
+          asm volatile("bar.sync %0, 256;" ::"r"(is_there) : "memory");
           float weight[2];
 #pragma unroll
           for (int i = 0; i < 2; i++) {
